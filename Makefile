@@ -1,0 +1,88 @@
+# Every path here is relative: make cannot handle a checkout whose folder has a space in its name otherwise.
+# Tools are called as `python -m`, because scripts in .venv/bin may not start from such a folder.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+PY := .venv/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install
+CMAKE := PATH="$$PWD/.venv/bin:$$PATH" $(PY) -m cmake
+CTEST := $(PY) -c "import cmake; cmake.ctest()"
+CLANG_FORMAT := $(PY) -c "import clang_format; clang_format.clang_format()"
+# The thread sanitizer of older compilers cannot start under strong address randomisation.
+FIXED_ADDRESSES := $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+# Folders are listed too, so that a file taken away also counts as a change.
+SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE \
+	$(shell find core src \( -type d ! -name __pycache__ \) -o -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pyi' -o -name py.typed)
+CXX_FILES = $(wildcard core/*.h core/*.cc tests/core/*.h tests/core/*.cc)
+REQUIREMENTS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
+	print(*p["build-system"]["requires"], *p["project"]["optional-dependencies"]["dev"], "cmake>=3.20", "ninja", sep="\n")
+
+.PHONY: help demo test test-slow bench lint format core-test sanitize install clean
+.DELETE_ON_ERROR:
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: .venv/package.done  ## set everything up, then show two ranks at work
+	$(PY) -m unisono.demo $(ARGS)
+
+test: .venv/package.done  ## set everything up, then run all tests but the slow ones
+	$(PY) -m pytest $(ARGS)
+
+test-slow: .venv/package.done  ## run the tests marked slow
+	$(PY) -m pytest -m slow $(ARGS)
+
+bench: .venv/package.done  ## measure, and print ratios
+	$(PY) -m unisono.cli bench $(ARGS)
+
+lint: .venv/tools.done  ## check style and types; changes nothing
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(if $(CXX_FILES),$(CLANG_FORMAT) --dry-run -Werror $(CXX_FILES))
+
+format: .venv/tools.done  ## put all files into the common style
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(if $(CXX_FILES),$(CLANG_FORMAT) -i $(CXX_FILES))
+
+core-test: .venv/tools.done  ## build and run the C++ tests
+	$(call run_core_tests,build/core-test,)
+
+sanitize: .venv/tools.done  ## the C++ tests under the thread, address and undefined-behaviour sanitizers
+	$(call run_core_tests,build/core-thread,thread)
+	$(call run_core_tests,build/core-address,address)
+
+install: .venv/package.done  ## only set everything up
+
+clean:  ## remove everything that was built, and the virtual environment
+	rm -rf build .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests -name __pycache__ -prune -exec rm -rf {} +
+
+# $(1): build folder, $(2): sanitizer or nothing.
+define run_core_tests
+	$(CMAKE) -S . -B $(1) -G Ninja -DUNISONO_MODULE=OFF -DUNISONO_TESTS=ON -DUNISONO_SANITIZE=$(2) \
+		-DCMAKE_COMPILE_WARNING_AS_ERROR=ON
+	$(CMAKE) --build $(1)
+	$(FIXED_ADDRESSES) $(CTEST) --test-dir $(1) --output-on-failure --no-tests=error
+endef
+
+# Set-up, each step once. torch comes first, so that whatever asks for torch later finds this build of it.
+.venv/venv.done:
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/torch.done: .venv/venv.done
+	$(PIP) '$(TORCH)'
+	@touch $@
+
+.venv/tools.done: .venv/torch.done pyproject.toml
+	$(PY) -c '$(REQUIREMENTS)' > .venv/tools.txt
+	$(PIP) -r .venv/tools.txt
+	@touch $@
+
+.venv/package.done: .venv/tools.done $(SOURCES)
+	$(PIP) --no-build-isolation --no-deps .
+	@touch $@

@@ -1,0 +1,689 @@
+// The Python module unisono._core: the only file that knows both Python's objects and the core.
+//
+// Every verb has the same steps: collect pointers and counts from the tensors, release the GIL, run, and turn a Failure
+// into an exception. Numbers of enums come from the tables at the end. Errors in arguments are raised before anything
+// is published, so the group stays usable.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "join.h"
+#include "reduce.h"
+#include "tensors.h"
+#include "yardstick.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace unisono {
+namespace {
+
+struct Hooks {
+  nb::object make_error;  // (code, verb, seq, group, rank, peers, text, lines, first_cause) -> exception
+  nb::object call_site;   // () -> "train.py:88"
+};
+Hooks& hooks = *new Hooks;  // never destroyed: threads may outlive the interpreter's objects
+
+bool check_python_signals() {
+  PyGILState_STATE state = PyGILState_Ensure();
+  bool raised = PyErr_CheckSignals() != 0;  // leaves the exception set in this thread
+  PyGILState_Release(state);
+  return raised;
+}
+
+nb::object error_of(const Failure& f, const std::string& group, int rank) {
+  return hooks.make_error(static_cast<int>(f.code), verb_name(f.verb), f.seq, group, rank, nb::cast(f.peers), f.text,
+                          nb::cast(f.lines), f.first_cause);
+}
+
+[[noreturn]] void raise(const Failure& f, const std::string& group, int rank) {
+  if (f.code == Code::interrupted && PyErr_Occurred()) nb::raise_python_error();
+  nb::object error = error_of(f, group, rank);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(error.type().ptr()), error.ptr());
+  nb::raise_python_error();
+}
+
+int64_t nanoseconds(double seconds) { return seconds <= 0 ? 0 : static_cast<int64_t>(std::min(seconds, 9e9) * 1e9); }
+
+// Two tensors may be the same memory or apart, never partly over each other.
+bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
+  auto x = reinterpret_cast<uintptr_t>(a), y = reinterpret_cast<uintptr_t>(b);
+  return a_bytes && b_bytes && x < y + b_bytes && y < x + a_bytes;
+}
+
+// An asynchronous call: the ticket, and the Python objects that must live until it is done.
+class Pending {
+ public:
+  Pending(std::shared_ptr<Engine> engine, std::shared_ptr<Ticket> ticket, nb::list keep)
+      : engine_(std::move(engine)), ticket_(std::move(ticket)), keep_(std::move(keep)) {}
+  ~Pending() {
+    if (ticket_->done.load(std::memory_order_acquire)) return;
+    // Dropped without waiting. The tensors stay until the call is over: a reference per object is handed to the ticket.
+    PyObject* kept = keep_.release().ptr();
+    std::shared_ptr<Ticket> ticket = ticket_;
+    orphans().emplace_back(ticket, kept);
+  }
+  Pending(const Pending&) = delete;
+  Pending& operator=(const Pending&) = delete;
+
+  // With the GIL held: gives back what finished calls without a handle kept alive.
+  static void bury() {
+    auto& list = orphans();
+    for (size_t i = 0; i < list.size();) {
+      if (!list[i].first->done.load(std::memory_order_acquire)) {
+        i++;
+        continue;
+      }
+      PyObject* kept = list[i].second;
+      list[i] = std::move(list.back());
+      list.pop_back();
+      Py_DECREF(kept);
+    }
+  }
+
+  bool done() const { return ticket_->done.load(std::memory_order_acquire); }
+  bool wait(double timeout_s) {
+    bool over, interrupted = false;
+    {
+      nb::gil_scoped_release release;
+      over = engine_->wait(*ticket_, nanoseconds(timeout_s), true, interrupted);
+    }
+    if (interrupted && PyErr_Occurred()) nb::raise_python_error();
+    if (over) keep_.clear();
+    return over;
+  }
+  nb::object error() const {
+    if (!done() || ticket_->code == Code::ok) return nb::none();
+    return error_of(ticket_->call.failure, engine_->group().facts().name, engine_->group().rank());
+  }
+  int source() const { return ticket_->message ? ticket_->message->source : -1; }
+  uint64_t seq() const { return ticket_->call.seq; }
+
+ private:
+  static std::vector<std::pair<std::shared_ptr<Ticket>, PyObject*>>& orphans() {
+    static auto& list = *new std::vector<std::pair<std::shared_ptr<Ticket>, PyObject*>>;
+    return list;
+  }
+  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<Ticket> ticket_;
+  nb::list keep_;
+};
+
+// The parts of a multi-part argument: one tensor cut by counts (null: equally), or a list of one tensor per rank.
+struct Parts {
+  std::vector<Part> parts;
+  DType dtype = DType::u8;
+  size_t total = 0;
+  std::byte* whole = nullptr;  // one tensor
+};
+
+class Communicator {
+ public:
+  explicit Communicator(std::unique_ptr<Engine> engine)
+      : engine_(std::move(engine)), size_(engine_->group().size()), rank_(engine_->group().rank()) {}
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  Group& group() { return engine_->group(); }
+  const std::string& name() { return group().facts().name; }
+
+  nb::object barrier(double timeout_s, bool async) {
+    Call call;
+    call.verb = Verb::barrier;
+    return finish(call, {}, {}, nb::list(), timeout_s, async);
+  }
+
+  nb::object all_reduce(nb::handle tensor, nb::handle out, int op, double factor, double timeout_s, bool async) {
+    Call call;
+    View in = view_tensor(tensor, "tensor");
+    call.verb = Verb::all_reduce;
+    reducing(call, in.dtype, op, factor);
+    call.count = in.count;
+    call.in = call.out = in.data;
+    if (!out.is_none()) call.out = same_size(out, "out", in, in.count);
+    if (!async) return now(call, tensor, timeout_s);
+    return finish(call, {}, {}, keep(tensor, out), timeout_s, async);
+  }
+
+  nb::object reduce(nb::handle tensor, int root, nb::handle out, int op, double factor, double timeout_s, bool async) {
+    Call call;
+    View in = view_tensor(tensor, "tensor");
+    call.verb = Verb::reduce;
+    reducing(call, in.dtype, op, factor);
+    call.root = checked_rank(root, "root");
+    call.count = in.count;
+    call.in = in.data;
+    if (rank_ == root) call.out = out.is_none() ? in.data : same_size(out, "out", in, in.count);
+    return finish(call, {}, {}, keep(tensor, out), timeout_s, async);
+  }
+
+  nb::object broadcast(nb::handle tensor, int root, double timeout_s, bool async) {
+    Call call;
+    View in = view_tensor(tensor, "tensor");
+    call.verb = Verb::broadcast;
+    call.dtype = in.dtype;
+    call.root = checked_rank(root, "root");
+    call.count = in.count;
+    call.in = call.out = in.data;
+    return finish(call, {}, {}, keep(tensor), timeout_s, async);
+  }
+
+  nb::object all_gather(nb::handle output, nb::handle input, nb::handle counts, double timeout_s, bool async) {
+    Call call;
+    View in = view_tensor(input, "input");
+    Parts out = parts_of(output, "output", counts, "counts");
+    call.verb = Verb::all_gather;
+    call.dtype = in.dtype;
+    same_dtype(out, "output", in.dtype, "input");
+    expect(in.count, out.parts[static_cast<size_t>(rank_)].count, "argument 'input' must have as many elements as this rank's part of 'output'");
+    call.count = in.count;
+    call.in = in.data;
+    apart(out, "output", in, "input");
+    return finish(call, {}, std::move(out.parts), keep(output, input), timeout_s, async);
+  }
+
+  nb::object reduce_scatter(nb::handle output, nb::handle input, nb::handle counts, int op, double factor, double timeout_s,
+                            bool async) {
+    Call call;
+    View out = view_tensor(output, "output");
+    Parts in = parts_of(input, "input", counts, "counts");
+    call.verb = Verb::reduce_scatter;
+    reducing(call, out.dtype, op, factor);
+    same_dtype(in, "input", out.dtype, "output");
+    expect(out.count, in.parts[static_cast<size_t>(rank_)].count, "argument 'output' must have as many elements as this rank's part of 'input'");
+    call.count = out.count;
+    call.out = out.data;
+    apart(in, "input", out, "output");
+    return finish(call, std::move(in.parts), {}, keep(output, input), timeout_s, async);
+  }
+
+  nb::object gather(nb::handle output, nb::handle input, int root, nb::handle counts, double timeout_s, bool async) {
+    Call call;
+    View in = view_tensor(input, "input");
+    call.verb = Verb::gather;
+    call.dtype = in.dtype;
+    call.root = checked_rank(root, "root");
+    call.count = in.count;
+    call.in = in.data;
+    Parts out;
+    if (rank_ == root) {
+      out = parts_of(output, "output", counts, "counts");
+      same_dtype(out, "output", in.dtype, "input");
+      expect(in.count, out.parts[static_cast<size_t>(rank_)].count, "argument 'input' must have as many elements as this rank's part of 'output'");
+      apart(out, "output", in, "input");
+    }
+    return finish(call, {}, std::move(out.parts), keep(output, input), timeout_s, async);
+  }
+
+  nb::object scatter(nb::handle output, nb::handle input, int root, nb::handle counts, double timeout_s, bool async) {
+    Call call;
+    View out = view_tensor(output, "output");
+    call.verb = Verb::scatter;
+    call.dtype = out.dtype;
+    call.root = checked_rank(root, "root");
+    call.count = out.count;
+    call.out = out.data;
+    Parts in;
+    if (rank_ == root) {
+      in = parts_of(input, "input", counts, "counts");
+      same_dtype(in, "input", out.dtype, "output");
+      expect(out.count, in.parts[static_cast<size_t>(rank_)].count, "argument 'output' must have as many elements as this rank's part of 'input'");
+      apart(in, "input", out, "output");
+    }
+    return finish(call, std::move(in.parts), {}, keep(output, input), timeout_s, async);
+  }
+
+  nb::object all_to_all(nb::handle output, nb::handle input, nb::handle output_counts, nb::handle input_counts,
+                        double timeout_s, bool async) {
+    Call call;
+    Parts out = parts_of(output, "output", output_counts, "output_counts");
+    Parts in = parts_of(input, "input", input_counts, "input_counts");
+    call.verb = Verb::all_to_all;
+    call.dtype = in.dtype;
+    same_dtype(out, "output", in.dtype, "input");
+    for (const Part& o : out.parts)
+      for (const Part& i : in.parts)
+        if (overlap(o.ptr, o.count * dtype_bytes(in.dtype), i.ptr, i.count * dtype_bytes(in.dtype)))
+          throw nb::value_error("argument 'output' must not overlap 'input'");
+    expect(in.parts[static_cast<size_t>(rank_)].count, out.parts[static_cast<size_t>(rank_)].count,
+           "this rank's part for itself must have as many elements in 'input' as in 'output'");
+    return finish(call, std::move(in.parts), std::move(out.parts), keep(output, input), timeout_s, async);
+  }
+
+  nb::object send(nb::handle tensor, int peer, int64_t tag, double timeout_s, bool async) {
+    return mail(tensor, checked_rank(peer, "dst"), tag, timeout_s, async, true);
+  }
+  nb::object recv(nb::handle tensor, int peer, int64_t tag, double timeout_s, bool async) {
+    return mail(tensor, peer == -1 ? -1 : checked_rank(peer, "src"), tag, timeout_s, async, false);
+  }
+
+  void close(const std::string& reason, double linger_s) {
+    nb::gil_scoped_release release;
+    engine_->close(reason, nanoseconds(linger_s));
+  }
+  void abort(const std::string& reason) {
+    Failure cause;
+    fail(cause, Code::aborted, reason, {rank_});
+    cause.seq = group().seq();
+    group().abort(cause);
+  }
+  uint64_t staged_bytes() { return group().staged_bytes(); }
+  uint64_t calls() { return group().seq(); }
+  bool crowded() { return group().facts().crowded; }
+  uint64_t id() { return group().facts().id; }
+  std::vector<int> pids() {
+    std::vector<int> pids;
+    for (int r = 0; r < size_; r++) pids.push_back(group().peer(r).pid);
+    return pids;
+  }
+
+  // For split: a block in this heap for a group of `size` ranks, by its offset.
+  uint64_t make_block(int size) {
+    Failure failure;
+    sweep_retired_blocks();
+    std::byte* block = Group::make_block(group().heap(), size, failure);
+    if (!block) raise(failure, name(), rank_);
+    return static_cast<uint64_t>(block - group().heap().base());
+  }
+  std::unique_ptr<Communicator> split(const std::vector<int>& members, const std::vector<size_t>& blocks, int rank,
+                                      const std::string& child, uint64_t id, double timeout_s) {
+    Failure failure;
+    GroupFacts facts{rank, static_cast<int>(members.size()), child, id, nanoseconds(timeout_s), group().facts().crowded};
+    auto engine = unisono::split(group(), members, blocks, facts, failure);
+    if (!engine) raise(failure, name(), rank_);
+    return std::make_unique<Communicator>(std::move(engine));
+  }
+
+  // Where a heap tensor of this rank lies, and a tensor of bytes over another rank's heap.
+  uint64_t offset_of(nb::handle tensor) {
+    View v = view_tensor(tensor, "tensor");
+    if (!group().heap().holds(v.data)) throw nb::value_error("argument 'tensor' is not in this process's heap");
+    return static_cast<uint64_t>(v.data - group().heap().base());
+  }
+  nb::object peer_bytes(int rank, uint64_t offset, uint64_t bytes) {
+    const Peer& peer = group().peer(checked_rank(rank, "rank"));
+    std::byte* at = group().resolve(Place::at(rank, offset), bytes);
+    if (!at) throw nb::value_error("the place lies outside of that rank's heap");
+    return wrap_bytes(at, bytes, peer.mapping);
+  }
+
+ private:
+  int checked_rank(int r, const char* argument) const {
+    if (r < 0 || r >= size_)
+      throw nb::value_error(("argument '" + std::string(argument) + "' must be a rank from 0 to " + std::to_string(size_ - 1) +
+                             ", got " + std::to_string(r)).c_str());
+    return r;
+  }
+  static void expect(size_t got, size_t wanted, const char* what) {
+    if (got != wanted)
+      throw nb::value_error((std::string(what) + ": expected " + std::to_string(wanted) + ", got " + std::to_string(got)).c_str());
+  }
+  static void reducing(Call& call, DType dtype, int op, double factor) {
+    call.dtype = dtype;
+    call.op = static_cast<RedOp>(op);
+    call.factor = factor;
+    if (!reduction_exists(dtype, call.op))
+      throw nb::type_error(("argument 'op': " + std::string(redop_name(call.op)) + " is not defined for " + dtype_name(dtype)).c_str());
+  }
+  std::byte* same_size(nb::handle out, const char* argument, const View& in, size_t count) const {
+    View v = view_tensor(out, argument);
+    if (v.dtype != in.dtype)
+      throw nb::type_error(("argument '" + std::string(argument) + "' must have dtype " + dtype_name(in.dtype) + ", got " +
+                            dtype_name(v.dtype)).c_str());
+    expect(v.count, count, "argument 'out' must have as many elements as 'tensor'");
+    if (v.data != in.data && overlap(v.data, v.bytes(), in.data, in.bytes()))
+      throw nb::value_error("argument 'out' overlaps 'tensor' partly; give the same memory or memory apart");
+    return v.data;
+  }
+  static void same_dtype(const Parts& p, const char* argument, DType wanted, const char* other) {
+    if (p.dtype != wanted)
+      throw nb::type_error(("argument '" + std::string(argument) + "' must have the dtype of '" + other + "', " + dtype_name(wanted) +
+                            ", got " + dtype_name(p.dtype)).c_str());
+  }
+  // A single-part tensor may be exactly its own part of the multi-part one, or apart from all of it.
+  void apart(const Parts& p, const char* many, const View& v, const char* one) const {
+    for (int r = 0; r < size_; r++) {
+      const Part& part = p.parts[static_cast<size_t>(r)];
+      if (r == rank_ && part.ptr == v.data) continue;
+      if (overlap(part.ptr, part.count * dtype_bytes(p.dtype), v.data, v.bytes()))
+        throw nb::value_error(("argument '" + std::string(one) + "' overlaps '" + many +
+                               "' and is not exactly this rank's part of it").c_str());
+    }
+  }
+
+  Parts parts_of(nb::handle object, const char* argument, nb::handle counts, const char* counts_argument) const {
+    Parts p;
+    p.parts.resize(static_cast<size_t>(size_));
+    if (PyList_Check(object.ptr()) || PyTuple_Check(object.ptr())) {
+      size_t n = nb::len(object);
+      if (n != static_cast<size_t>(size_))
+        throw nb::value_error(("argument '" + std::string(argument) + "' must have one tensor per rank: expected " +
+                               std::to_string(size_) + ", got " + std::to_string(n)).c_str());
+      for (size_t i = 0; i < n; i++) {
+        std::string where = std::string(argument) + "[" + std::to_string(i) + "]";
+        View v = view_tensor(object[i], where.c_str());
+        if (i == 0) p.dtype = v.dtype;
+        if (v.dtype != p.dtype)
+          throw nb::type_error(("argument '" + where + "' has dtype " + dtype_name(v.dtype) + ", the first has " +
+                                dtype_name(p.dtype)).c_str());
+        p.parts[i] = {v.data, v.count};
+        p.total += v.count;
+      }
+      return p;
+    }
+    View v = view_tensor(object, argument);
+    p.dtype = v.dtype;
+    p.total = v.count;
+    p.whole = v.data;
+    const size_t element = dtype_bytes(v.dtype);
+    std::byte* at = v.data;
+    if (counts.is_none()) {
+      if (v.count % static_cast<size_t>(size_))
+        throw nb::value_error(("argument '" + std::string(argument) + "' has " + std::to_string(v.count) +
+                               " elements, which do not divide into " + std::to_string(size_) + " equal parts; give '" +
+                               counts_argument + "'").c_str());
+      size_t each = v.count / static_cast<size_t>(size_);
+      for (Part& part : p.parts) {
+        part = {at, each};
+        at += each * element;
+      }
+      return p;
+    }
+    if (nb::len(counts) != static_cast<size_t>(size_))
+      throw nb::value_error(("argument '" + std::string(counts_argument) + "' must have one number per rank: expected " +
+                             std::to_string(size_) + ", got " + std::to_string(nb::len(counts))).c_str());
+    size_t sum = 0;
+    for (size_t i = 0; i < p.parts.size(); i++) {
+      int64_t n = nb::cast<int64_t>(counts[i]);
+      if (n < 0)
+        throw nb::value_error(("argument '" + std::string(counts_argument) + "' must not be negative, got " + std::to_string(n) +
+                               " for rank " + std::to_string(i)).c_str());
+      if (static_cast<size_t>(n) > v.count - sum)
+        sum = v.count + 1;  // too many: the sum is reported below without overflow
+      else
+        sum += static_cast<size_t>(n);
+      if (sum > v.count) break;
+      p.parts[i] = {at, static_cast<size_t>(n)};
+      at += static_cast<size_t>(n) * element;
+    }
+    if (sum != v.count)
+      throw nb::value_error(("argument '" + std::string(counts_argument) + "' must add up to the " + std::to_string(v.count) +
+                             " elements of '" + argument + "', got " +
+                             nb::cast<std::string>(nb::str(nb::list(counts)))).c_str());
+    return p;
+  }
+
+  template <class... T>
+  static nb::list keep(T... objects) {
+    nb::list list;
+    (list.append(objects), ...);
+    return list;
+  }
+
+  // The short way of a synchronous call on one tensor: no list, no ticket.
+  nb::object now(Call& call, nb::handle tensor, double timeout_s) {
+    call.timeout_ns = nanoseconds(timeout_s);
+    call.may_interrupt = true;
+    call.describe = [tensor] { return words_now(tensor); };
+    Code code;
+    {
+      nb::gil_scoped_release release;
+      code = engine_->run(call);
+    }
+    if (code != Code::ok) raise(call.failure, name(), rank_);
+    return nb::none();
+  }
+
+  static std::string words_now(nb::handle tensor) {
+    nb::gil_scoped_acquire gil;
+    try {
+      return tensor_words(tensor) + "   " + nb::cast<std::string>(hooks.call_site());
+    } catch (...) {
+      PyErr_Clear();
+      return tensor_words(tensor);
+    }
+  }
+
+  static std::string list_words(const nb::list& tensors) {
+    std::string words;
+    for (nb::handle item : tensors) {
+      nb::handle one = item;
+      if ((PyList_Check(item.ptr()) || PyTuple_Check(item.ptr())) && nb::len(item)) {
+        if (!words.empty()) words += ", ";
+        words += "list of " + std::to_string(nb::len(item));
+        continue;
+      }
+      std::string w = tensor_words(one);
+      if (!w.empty()) words += (words.empty() ? "" : ", ") + w;
+    }
+    return words;
+  }
+
+  nb::object finish(Call& call, std::vector<Part> in_parts, std::vector<Part> out_parts, nb::list tensors, double timeout_s,
+                    bool async) {
+    call.timeout_ns = nanoseconds(timeout_s);
+    if (!async) {
+      call.in_parts = in_parts.empty() ? nullptr : in_parts.data();
+      call.out_parts = out_parts.empty() ? nullptr : out_parts.data();
+      call.may_interrupt = true;
+      call.describe = [&] {
+        nb::gil_scoped_acquire gil;
+        return call_words(call) + list_words(tensors) + "   " + site();
+      };
+      Code code;
+      {
+        nb::gil_scoped_release release;
+        code = engine_->run(call);
+      }
+      if (code != Code::ok) raise(call.failure, name(), rank_);
+      return nb::none();
+    }
+    auto ticket = std::make_shared<Ticket>();
+    ticket->in_parts = std::move(in_parts);
+    ticket->out_parts = std::move(out_parts);
+    ticket->call = std::move(call);
+    ticket->call.in_parts = ticket->in_parts.empty() ? nullptr : ticket->in_parts.data();
+    ticket->call.out_parts = ticket->out_parts.empty() ? nullptr : ticket->out_parts.data();
+    std::string words = call_words(ticket->call) + list_words(tensors) + "   " + site();
+    ticket->call.describe = [words] { return words; };
+    return start(ticket, tensors);
+  }
+
+  static std::string site() {
+    try {
+      return nb::cast<std::string>(hooks.call_site());
+    } catch (...) {
+      PyErr_Clear();
+      return "";
+    }
+  }
+
+  static std::string call_words(const Call& call) {
+    std::string words = std::string(verb_name(call.verb)) + "  ";
+    if (call.op != RedOp::none) words += std::string(redop_name(call.op)) + "  ";
+    if (call.root >= 0) words += "root " + std::to_string(call.root) + "  ";
+    return words;
+  }
+
+  nb::object start(std::shared_ptr<Ticket> ticket, nb::list tensors) {
+    Pending::bury();
+    {
+      nb::gil_scoped_release release;
+      engine_->submit(ticket);
+    }
+    return nb::cast(std::make_unique<Pending>(engine_, ticket, std::move(tensors)));
+  }
+
+  nb::object mail(nb::handle tensor, int peer, int64_t tag, double timeout_s, bool async, bool sending) {
+    View v = view_tensor(tensor, "tensor");
+    auto message = std::make_shared<Message>();
+    message->sending = sending;
+    message->peer = peer;
+    message->tag = tag;
+    message->data = v.data;
+    message->bytes = v.bytes();
+    message->dtype = v.dtype;
+    Call call;
+    call.verb = sending ? Verb::send : Verb::recv;
+    call.timeout_ns = nanoseconds(timeout_s);
+    if (async) {
+      auto ticket = std::make_shared<Ticket>();
+      ticket->call = std::move(call);
+      ticket->message = message;
+      return start(ticket, keep(tensor));
+    }
+    call.may_interrupt = true;
+    Code code;
+    {
+      nb::gil_scoped_release release;
+      code = engine_->run(call, message);
+    }
+    if (code != Code::ok) raise(call.failure, name(), rank_);
+    return nb::cast(message->source);
+  }
+
+  std::shared_ptr<Engine> engine_;
+  int size_;
+  int rank_;
+};
+
+class Door {
+ public:
+  Door() {
+    Failure failure;
+    heap_ = process_heap(failure);
+    if (heap_) door_ = Doorway::open(failure);
+    if (!door_) raise(failure, "", -1);
+  }
+  const std::string& name() const { return door_->name(); }
+  std::unique_ptr<Communicator> join(int rank, int size, const std::string& group, nb::bytes nonce, uint64_t id, double timeout_s,
+                                     const std::vector<std::string>& names) {
+    Token token;
+    if (nonce.size() != sizeof token || names.size() != static_cast<size_t>(size) || size > kMostRanks)
+      throw nb::value_error(("a group has 1 to " + std::to_string(kMostRanks) + " ranks, a name for each and a nonce of 16 bytes").c_str());
+    std::memcpy(&token, nonce.c_str(), sizeof token);
+    Failure failure;
+    GroupFacts facts{rank, size, group, id, nanoseconds(timeout_s), false};
+    std::unique_ptr<Engine> engine;
+    {
+      nb::gil_scoped_release release;
+      engine = door_->join(heap_, facts, token, names, failure);
+    }
+    if (!engine) raise(failure, group, rank);
+    return std::make_unique<Communicator>(std::move(engine));
+  }
+
+ private:
+  std::shared_ptr<Heap> heap_;
+  std::unique_ptr<Doorway> door_;
+};
+
+nb::object empty(const std::vector<int64_t>& shape, int code, int bits) {
+  Failure failure;
+  nb::object tensor =
+      make_tensor(shape, {static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1}, failure);
+  if (!tensor.is_valid()) raise(failure, "", -1);
+  return tensor;
+}
+
+nb::dict heap_usage() {
+  Failure failure;
+  auto heap = process_heap(failure);
+  if (!heap) raise(failure, "", -1);
+  Heap::Usage u = heap->usage();
+  nb::dict d;
+  d["in_use"] = u.in_use;
+  d["reserved"] = u.reserved;
+  d["quarantined"] = u.quarantined;
+  d["capacity"] = u.capacity;
+  return d;
+}
+
+template <class Enum>
+nb::dict numbers_of(const char* (*name)(Enum)) {
+  nb::dict dict;
+  for (int i = 0; i < static_cast<int>(Enum::count_); i++) dict[name(static_cast<Enum>(i))] = i;
+  return dict;
+}
+
+}  // namespace
+}  // namespace unisono
+
+NB_MODULE(_core, m) {
+  using namespace unisono;
+  python_interrupted = check_python_signals;
+
+  m.def("setup", [](nb::handle tensor_type, nb::object make_error, nb::object call_site, uint64_t heap_max, int64_t spin_us) {
+    learn_tensor_type(tensor_type);
+    hooks = {std::move(make_error), std::move(call_site)};
+    if (heap_max) set_region_stride(heap_max);
+    if (spin_us >= 0) spin_ns = spin_us * 1000;
+  });
+  m.def("empty", &unisono::empty);
+  m.def("is_shared", [](nb::handle t) { return in_region(view_tensor(t, "tensor").data); });
+  m.def("in_region", [](uintptr_t p) { return in_region(reinterpret_cast<const void*>(p)); });
+  m.def("heap_usage", &heap_usage);
+  m.def("memory_available", &memory_available);
+  m.def("isa", [] { return isa_name(current_isa()); });
+  m.def("set_isa", [](const std::string& name) {
+    for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512})
+      if (name == isa_name(isa)) return set_isa(isa);
+    return false;
+  });
+  m.def("bury", &Pending::bury);
+  m.attr("VERBS") = numbers_of<Verb>(&verb_name);
+  m.attr("OPS") = numbers_of<RedOp>(&redop_name);
+  m.attr("DTYPES") = numbers_of<DType>(&dtype_name);
+  m.attr("INLINE_BYTES") = kInlineBytes;
+  m.attr("SLOT_BYTES") = kSlotBytes;
+  m.attr("STAGE_BYTES") = kStageBytes;
+
+  nb::class_<Pending>(m, "Pending")
+      .def("done", &Pending::done)
+      .def("wait", &Pending::wait)
+      .def("error", &Pending::error)
+      .def_prop_ro("source", &Pending::source)
+      .def_prop_ro("seq", &Pending::seq);
+
+  nb::class_<Communicator>(m, "Communicator")
+      .def_prop_ro("rank", &Communicator::rank)
+      .def_prop_ro("size", &Communicator::size)
+      .def_prop_ro("name", &Communicator::name)
+      .def_prop_ro("staged_bytes", &Communicator::staged_bytes)
+      .def_prop_ro("calls", &Communicator::calls)
+      .def_prop_ro("crowded", &Communicator::crowded)
+      .def_prop_ro("id", &Communicator::id)
+      .def_prop_ro("pids", &Communicator::pids)
+      .def("barrier", &Communicator::barrier)
+      .def("all_reduce", &Communicator::all_reduce, "tensor"_a, "out"_a.none(), "op"_a, "factor"_a, "timeout_s"_a, "async"_a)
+      .def("reduce", &Communicator::reduce, "tensor"_a, "root"_a, "out"_a.none(), "op"_a, "factor"_a, "timeout_s"_a, "async"_a)
+      .def("broadcast", &Communicator::broadcast)
+      .def("all_gather", &Communicator::all_gather, "output"_a, "input"_a, "counts"_a.none(), "timeout_s"_a, "async"_a)
+      .def("reduce_scatter", &Communicator::reduce_scatter, "output"_a, "input"_a, "counts"_a.none(), "op"_a, "factor"_a,
+           "timeout_s"_a, "async"_a)
+      .def("gather", &Communicator::gather, "output"_a.none(), "input"_a, "root"_a, "counts"_a.none(), "timeout_s"_a, "async"_a)
+      .def("scatter", &Communicator::scatter, "output"_a, "input"_a.none(), "root"_a, "counts"_a.none(), "timeout_s"_a, "async"_a)
+      .def("all_to_all", &Communicator::all_to_all, "output"_a, "input"_a, "output_counts"_a.none(), "input_counts"_a.none(),
+           "timeout_s"_a, "async"_a)
+      .def("send", &Communicator::send)
+      .def("recv", &Communicator::recv)
+      .def("close", &Communicator::close)
+      .def("abort", &Communicator::abort)
+      .def("make_block", &Communicator::make_block)
+      .def("split", &Communicator::split)
+      .def("offset_of", &Communicator::offset_of)
+      .def("peer_bytes", &Communicator::peer_bytes);
+
+  nb::class_<Door>(m, "Door").def(nb::init<>()).def_prop_ro("name", &Door::name).def("join", &Door::join);
+
+  nb::class_<Yardstick>(m, "Yardstick")
+      .def("__init__", [](Yardstick* self, int verb, size_t bytes, const std::vector<double>& splits, int ranks) {
+        nb::gil_scoped_release release;
+        new (self) Yardstick(static_cast<Verb>(verb), bytes, splits, ranks);
+      })
+      .def("round", &Yardstick::round, "calls"_a = 1, "warmup"_a = 1, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("variant", &Yardstick::variant)
+      .def_prop_ro("threads", &Yardstick::threads);
+}

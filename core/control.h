@@ -1,0 +1,160 @@
+// What one rank of a group shares with the others: its control block, a piece of its own heap.
+//
+// Vocabulary. A *line* is 128 bytes with one writer, the block's owner; everybody else only reads it. A *flag* is a
+// monotonic 64-bit number in a line; `store(release)` by the owner pairs with `load(acquire)` in Group::await, so
+// whatever the owner wrote before the flag is seen by whoever saw the flag. There is no read-modify-write anywhere.
+// The *descriptor* line of call s is line s % 2: a rank writes call s + 2 only after it has seen every descriptor of
+// call s + 1, and a rank publishes s + 1 only when it has done with the descriptors and slots of s. The same holds for
+// *slots* (small inputs) and *tables* (per-part places and counts), which are double-buffered alike.
+// The *stage* is a ring of pieces for tensors that are not in the heap; three flags count pieces over all calls.
+#pragma once
+
+#include <atomic>
+#include <cstring>
+
+#include "types.h"
+
+namespace unisono {
+
+constexpr size_t kLineBytes = 128;
+constexpr size_t kInlineBytes = 40;
+constexpr size_t kSlotBytes = 64 << 10;
+constexpr size_t kStageBytes = 128 << 10;  // one piece, in and out each
+constexpr size_t kStageDepth = 2;
+constexpr size_t kNoteBytes = 496;
+constexpr int kMostRanks = 256;
+
+using Flag = std::atomic<uint64_t>;
+static_assert(Flag::is_always_lock_free);
+
+// Where a tensor is, in words every rank understands: 0 is "not in shared memory"; otherwise bit 63, the group rank
+// whose heap holds it, and the offset in that heap.
+struct Place {
+  uint64_t word = 0;
+  static Place at(int rank, size_t offset) {
+    return {uint64_t{1} << 63 | static_cast<uint64_t>(rank) << 48 | offset};
+  }
+  explicit operator bool() const { return word != 0; }
+  int rank() const { return static_cast<int>(word >> 48 & 0x7fff); }
+  size_t offset() const { return word & ((uint64_t{1} << 48) - 1); }
+};
+
+enum class Holder : uint8_t { place, inlined, slot };  // what holds a rank's input
+
+struct alignas(kLineBytes) Descriptor {
+  // First 64 bytes: all a small call needs.
+  Flag seq;
+  Verb verb;
+  DType dtype;
+  RedOp op;
+  Holder input;
+  uint8_t has_table;
+  uint8_t unused;
+  int16_t root;
+  uint64_t count;  // elements: of the whole for all_reduce, reduce, broadcast; of this rank's part otherwise
+  std::byte payload[kInlineBytes];
+  // Second 64 bytes.
+  uint64_t counts_hash;
+  Place in, out;
+  double factor;
+  uint64_t spare[4];
+};
+static_assert(sizeof(Descriptor) == kLineBytes);
+
+struct TableEntry {
+  Place in, out;
+  uint64_t in_count, out_count;
+};
+
+struct alignas(kLineBytes) FlagLine {
+  Flag value;
+};
+
+enum class Phase : uint8_t { descriptor, exit, staged, reduced, copied, note, count_ };
+
+struct alignas(kLineBytes) AbortLine {
+  Flag code;  // 0: alive; otherwise Code, written once after the text
+  int32_t peers[8];
+  uint64_t seq;
+  char text[72];
+};
+static_assert(sizeof(AbortLine) == kLineBytes);
+
+// Point-to-point: for every ordered pair (sender, receiver) a ring of letters in the sender's block and a ring of
+// replies in the receiver's. Letter i lives in entry i % depth until reply i says done.
+struct alignas(kLineBytes) Letter {
+  Flag posted;   // i + 1 once the letter may be read
+  Flag filled;   // staged letters: bytes put into the ring so far
+  int64_t tag;
+  uint64_t bytes;
+  uint64_t seq;  // the sender's number of this send, for messages
+  Place place;   // the tensor itself, or the staging ring of this letter
+  DType dtype;
+  uint8_t kind;  // LetterKind
+  std::byte payload[72];
+};
+static_assert(sizeof(Letter) == kLineBytes);
+
+struct alignas(64) Reply {
+  Flag done;     // i + 1 once letter i is finished with
+  Flag drained;  // staged letters: bytes taken so far
+  uint64_t error;         // 1: the receiver refused the letter; valid with `done`
+  uint64_t wanted_bytes;  // what it expected
+  uint64_t wanted_dtype;
+  uint64_t spare[3];
+};
+static_assert(sizeof(Reply) == 64);
+
+// Addresses inside a block of a group with `size` ranks.
+class Block {
+ public:
+  Block() = default;
+  Block(std::byte* base, int size) : base_(base), size_(size) {}
+
+  static int letters(int size) { return size <= 8 ? 16 : size <= 32 ? 8 : 4; }
+  static size_t table_bytes(int size) { return round(sizeof(TableEntry) * static_cast<size_t>(size)); }
+  static size_t pair_bytes(int size) {
+    return (sizeof(Letter) + sizeof(Reply)) * static_cast<size_t>(letters(size));
+  }
+  static size_t bytes(int size) { return slots_at(size) + 2 * kSlotBytes + 2 * kStageDepth * kStageBytes; }
+
+  std::byte* base() const { return base_; }
+  Descriptor& descriptor(uint64_t seq) const { return at<Descriptor>(0)[seq % 2]; }
+  AbortLine& abort() const { return *at<AbortLine>(2 * kLineBytes); }
+  std::atomic<uint32_t>& asleep() const { return *at<std::atomic<uint32_t>>(3 * kLineBytes); }
+  Flag& flag(Phase phase) const {  // all but descriptor
+    return at<FlagLine>(4 * kLineBytes)[static_cast<size_t>(phase)].value;
+  }
+  char* note() const { return at<char>(kNoteAt); }
+  TableEntry* table(uint64_t seq) const { return at<TableEntry>(kTablesAt + seq % 2 * table_bytes(size_)); }
+  Letter& letter(int receiver, uint64_t i) const {
+    return at<Letter>(pairs_at(size_) + static_cast<size_t>(receiver) * pair_bytes(size_))[i % ring()];
+  }
+  Reply& reply(int sender, uint64_t i) const {
+    return at<Reply>(pairs_at(size_) + static_cast<size_t>(sender) * pair_bytes(size_) +
+                     sizeof(Letter) * ring())[i % ring()];
+  }
+  uint64_t ring() const { return static_cast<uint64_t>(letters(size_)); }
+  std::byte* slot(uint64_t seq) const { return base_ + slots_at(size_) + seq % 2 * kSlotBytes; }
+  std::byte* stage_in(uint64_t piece) const {
+    return base_ + slots_at(size_) + 2 * kSlotBytes + piece % kStageDepth * kStageBytes;
+  }
+  std::byte* stage_out(uint64_t piece) const { return stage_in(piece) + kStageDepth * kStageBytes; }
+
+ private:
+  static constexpr size_t kNoteAt = (4 + static_cast<size_t>(Phase::count_)) * kLineBytes;
+  static constexpr size_t kTablesAt = kNoteAt + 512;
+  static constexpr size_t round(size_t n) { return (n + kLineBytes - 1) / kLineBytes * kLineBytes; }
+  static size_t pairs_at(int size) { return kTablesAt + 2 * table_bytes(size); }
+  static size_t slots_at(int size) {
+    return (pairs_at(size) + pair_bytes(size) * static_cast<size_t>(size) + 4095) / 4096 * 4096;
+  }
+  template <class T>
+  T* at(size_t offset) const {
+    return reinterpret_cast<T*>(base_ + offset);
+  }
+  std::byte* base_ = nullptr;
+  int size_ = 0;
+};
+
+}  // namespace unisono

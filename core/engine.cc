@@ -1,0 +1,315 @@
+// See engine.h.
+#include "engine.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sched.h>
+
+#include <algorithm>
+
+#include "wait.h"
+
+namespace unisono {
+namespace {
+
+// A closed group's block stays until every peer has left too: a slower one may still read its last slot.
+struct Retired {
+  std::unique_ptr<Group> group;
+  std::byte* block;
+};
+std::mutex retired_mutex;
+std::vector<Retired>& retired = *new std::vector<Retired>;  // never destroyed
+
+bool peers_are_done(Group& g) {
+  for (int r = 0; r < g.size(); r++)
+    if (r != g.rank() && g.peer(r).link && g.peer(r).link->look(g.facts().id) == Link::State::alive) return false;
+  return true;
+}
+
+}  // namespace
+
+void sweep_retired_blocks() {
+  std::vector<Retired> over;
+  {
+    std::lock_guard lock(retired_mutex);
+    for (auto& r : retired)
+      if (peers_are_done(*r.group)) over.push_back(std::move(r));
+    std::erase_if(retired, [](const Retired& r) { return r.group == nullptr; });
+  }
+  for (auto& r : over) r.group->heap().release(r.block);
+}
+
+Engine::Engine(std::unique_ptr<Group> group) : group_(std::move(group)), post_(*group_) {
+  group_->meanwhile = [this] {
+    if (in_flight_.load(std::memory_order_relaxed)) post_.advance();
+  };
+}
+
+Engine::~Engine() {
+  if (generation_ != fork_generation()) {
+    // In a forked child: the thread does not exist here, and nothing of this may be touched.
+    if (thread_.joinable()) thread_.detach();
+    group_.release();
+    return;
+  }
+  close("the group was dropped");
+  std::byte* block = group_->peer(group_->rank()).block.base();
+  if (peers_are_done(*group_)) {
+    group_->heap().release(block);
+  } else {
+    std::lock_guard lock(retired_mutex);
+    retired.push_back({std::move(group_), block});
+  }
+}
+
+Code Engine::run(Call& call) {
+  Group& g = *group_;
+  if (queued_.load(std::memory_order_acquire) == 0 && g.run_mutex.try_lock()) {
+    Code code = g.run(call);
+    g.run_mutex.unlock();
+    return code;
+  }
+  if (Failure cause; !g.usable(cause)) {
+    call.failure = cause;
+    return cause.code;
+  }
+  auto ticket = std::make_shared<Ticket>();
+  bool may_interrupt = call.may_interrupt, interrupted = false;
+  ticket->call = call;
+  ticket->call.may_interrupt = false;  // another thread may run it
+  submit(ticket);
+  wait(*ticket, 0, may_interrupt, interrupted);
+  call.seq = ticket->call.seq;
+  call.failure = ticket->call.failure;
+  return interrupted ? Code::interrupted : ticket->code;
+}
+
+Code Engine::run(Call& call, std::shared_ptr<Message> message) {
+  if (!group_->usable(call.failure)) return call.failure.code;
+  call.seq = group_->seq();
+  post_.add(message);
+  return post_.wait(message, call);
+}
+
+void Engine::submit(std::shared_ptr<Ticket> ticket) {
+  Failure cause;
+  if (!group_->usable(cause)) {
+    ticket->call.failure = cause;
+    finish(*ticket, cause.code);
+    return;
+  }
+  if (ticket->message) {
+    in_flight_.fetch_add(1, std::memory_order_relaxed);
+    post_.add(ticket->message);
+  }
+  {
+    std::lock_guard lock(queue_mutex_);
+    if (ticket->message) {
+      messages_.push_back(ticket);
+    } else {
+      queue_.push_back(ticket);
+      queued_.store(queue_.size(), std::memory_order_release);
+    }
+    if (!thread_.joinable() && !closed_) {
+      // Signals belong to Python's main thread.
+      sigset_t all, before;
+      sigfillset(&all);
+      pthread_sigmask(SIG_SETMASK, &all, &before);
+      thread_ = std::thread([this] { progress(); });
+      pthread_setname_np(thread_.native_handle(), "unisono");
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+  }
+  changed_.notify_one();
+}
+
+void Engine::finish(Ticket& ticket, Code code) {
+  ticket.code = code;
+  auto callback = std::move(ticket.on_done);
+  {
+    // Under the mutex, so that a waiter between its check and its sleep cannot miss it.
+    std::lock_guard lock(queue_mutex_);
+    ticket.done.store(true, std::memory_order_release);  // pairs with the acquire in wait and is_completed
+  }
+  changed_.notify_all();
+  if (callback) callback();
+}
+
+bool Engine::run_head() {
+  std::shared_ptr<Ticket> head;
+  {
+    std::lock_guard lock(queue_mutex_);
+    if (queue_.empty()) return false;
+    head = queue_.front();
+  }
+  Code code = group_->run(head->call);
+  {
+    std::lock_guard lock(queue_mutex_);
+    queue_.pop_front();
+    queued_.store(queue_.size(), std::memory_order_release);
+  }
+  group_->run_mutex.unlock();
+  finish(*head, code);
+  group_->run_mutex.lock();
+  return true;
+}
+
+bool Engine::wait(Ticket& ticket, int64_t timeout_ns, bool may_interrupt, bool& interrupted) {
+  const int64_t begin = now_ns();
+  int64_t last_look = begin;
+  interrupted = false;
+  while (!ticket.done.load(std::memory_order_acquire)) {
+    if (ticket.message) {
+      post_.advance();
+      if (ticket.message->finished.load(std::memory_order_acquire)) end_pending();
+    } else if (timeout_ns == 0 && group_->run_mutex.try_lock()) {
+      while (!ticket.done.load(std::memory_order_acquire) && run_head()) {
+      }
+      group_->run_mutex.unlock();
+      if (ticket.done.load(std::memory_order_acquire)) break;
+    }
+    int64_t now = now_ns();
+    if (timeout_ns && now - begin > timeout_ns) return false;
+    if (now - last_look > 5'000'000) {
+      last_look = now;
+      if (may_interrupt && python_interrupted && python_interrupted()) {
+        interrupted = true;
+        Failure cause;
+        fail(cause, Code::interrupted, "rank " + std::to_string(group_->rank()) + " was interrupted", {group_->rank()});
+        group_->abort(cause);
+        may_interrupt = false;  // the ticket ends soon, with that cause
+      }
+    }
+    if (now - begin < 200'000) {
+      sched_yield();
+      continue;
+    }
+    std::unique_lock lock(queue_mutex_);
+    if (!ticket.done.load(std::memory_order_acquire))
+      changed_.wait_for(lock, std::chrono::microseconds(ticket.message ? 100 : 2000));
+  }
+  return true;
+}
+
+void Engine::end_pending() {
+  // Messages: finished ones, or all of them once the group is of no use.
+  std::vector<std::shared_ptr<Ticket>> over;
+  {
+    std::lock_guard lock(queue_mutex_);
+    std::erase_if(messages_, [&](const std::shared_ptr<Ticket>& t) {
+      if (!t->message->finished.load(std::memory_order_acquire)) return false;
+      over.push_back(t);
+      return true;
+    });
+  }
+  for (auto& t : over) {
+    in_flight_.fetch_sub(1, std::memory_order_relaxed);
+    t->call.failure = t->message->failure;
+    t->call.failure.verb = t->call.verb;
+    t->call.failure.seq = t->message->seq;
+    finish(*t, t->message->failure.code);
+  }
+}
+
+void Engine::progress() {
+  Call watcher;  // deadline and failure of the messages nobody waits for
+  watcher.verb = Verb::recv;
+  for (;;) {
+    bool messages;
+    {
+      std::unique_lock lock(queue_mutex_);
+      changed_.wait(lock, [&] { return stop_.load() || !queue_.empty() || !messages_.empty(); });
+      if (stop_.load() && queue_.empty() && messages_.empty()) return;
+      messages = !messages_.empty();
+    }
+    if (queued_.load(std::memory_order_acquire)) {
+      if (group_->run_mutex.try_lock()) {
+        run_head();
+        group_->run_mutex.unlock();
+      } else {
+        // Somebody else runs the head; look again when it is done.
+        std::unique_lock lock(queue_mutex_);
+        changed_.wait_for(lock, std::chrono::milliseconds(1));
+      }
+    }
+    if (messages) {
+      size_t before = in_flight_.load(std::memory_order_relaxed);
+      post_.advance();
+      end_pending();
+      if (in_flight_.load(std::memory_order_relaxed) == before) {
+        std::vector<std::shared_ptr<Ticket>> pending;
+        {
+          std::lock_guard lock(queue_mutex_);
+          pending = messages_;
+        }
+        watcher.seq = group_->seq();
+        int64_t limit = INT64_MAX;
+        for (auto& t : pending) {
+          int64_t& deadline = t->call.deadline_ns;
+          if (deadline == 0)
+            deadline = now_ns() + (t->call.timeout_ns ? t->call.timeout_ns : group_->facts().timeout_ns);
+          if (deadline < limit) {
+            limit = deadline;
+            watcher.timeout_ns = t->call.timeout_ns;
+            watcher.verb = t->call.verb;
+          }
+        }
+        watcher.deadline_ns = limit;
+        auto owes = [&](int r) {
+          return std::any_of(pending.begin(), pending.end(), [&](const auto& t) {
+            return !t->message->finished.load(std::memory_order_acquire) && (t->message->peer < 0 || t->message->peer == r);
+          });
+        };
+        int64_t until = now_ns() + 1'000'000;
+        Code code = group_->await_until(
+            watcher,
+            [&] {
+              post_.advance();
+              return now_ns() > until || queued_.load() || std::any_of(pending.begin(), pending.end(), [](const auto& t) {
+                       return t->message->finished.load(std::memory_order_acquire);
+                     });
+            },
+            owes);
+        if (code == Code::ok && now_ns() > until) code = group_->health(watcher, owes);
+        if (code != Code::ok) post_.fail_all(watcher.failure);
+        end_pending();
+      }
+    }
+  }
+}
+
+void Engine::close(const std::string& reason, int64_t linger_ns) {
+  if (!group_) return;
+  group_->close(reason);
+  {
+    std::lock_guard lock(queue_mutex_);
+    if (closed_) return;
+    closed_ = true;
+    stop_.store(true);
+  }
+  changed_.notify_all();
+  Failure cause;
+  group_->usable(cause);
+  post_.fail_all(cause);
+  if (thread_.joinable()) {
+    // A callback of the progress thread may be what closes the group.
+    if (thread_.get_id() == std::this_thread::get_id())
+      thread_.detach();
+    else
+      thread_.join();
+  }
+  while (group_->run_mutex.try_lock()) {
+    bool more = run_head();  // ends with the cause above
+    group_->run_mutex.unlock();
+    if (!more) break;
+  }
+  end_pending();
+  // Peers usually close at the same time; then the block can go at once.
+  for (int64_t until = now_ns() + linger_ns; now_ns() < until && !peers_are_done(*group_);) {
+    timespec nap{0, 1'000'000};
+    nanosleep(&nap, nullptr);
+  }
+  sweep_retired_blocks();
+}
+
+}  // namespace unisono

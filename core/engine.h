@@ -1,0 +1,67 @@
+// Puts the calls of one group in order: synchronous ones run in the caller's thread, asynchronous ones in a progress
+// thread that starts with the first of them, and whoever waits for a ticket may run what stands before it.
+//
+// One total order per group: the queue. `run_mutex` of the group is held by whoever executes its head. Messages
+// (post.h) stand outside of that order. Tickets are finished with no lock held, so a callback may call again.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <thread>
+
+#include "group.h"
+#include "post.h"
+
+namespace unisono {
+
+struct Ticket {
+  Call call;
+  std::vector<Part> in_parts, out_parts;  // what call.in_parts and call.out_parts point to
+  std::shared_ptr<Message> message;       // point-to-point instead of a collective
+  std::function<void()> on_done;          // called once, by the thread that finished it
+  Code code = Code::ok;                   // valid when done
+  std::atomic<bool> done{false};
+};
+
+class Engine {
+ public:
+  explicit Engine(std::unique_ptr<Group> group);
+  ~Engine();
+
+  Group& group() { return *group_; }
+
+  Code run(Call& call);                        // a collective, now
+  Code run(Call& call, std::shared_ptr<Message> message);  // a message, now
+  void submit(std::shared_ptr<Ticket> ticket);
+  // Waits for a ticket. On timeout (0: none) returns false and leaves it running.
+  bool wait(Ticket& ticket, int64_t timeout_ns, bool may_interrupt, bool& interrupted);
+
+  // Leave the group: tells the peers, ends what is pending, stops the progress thread, then waits up to `linger_ns`
+  // for the peers to leave too, so that shared memory can be given back at once.
+  void close(const std::string& reason, int64_t linger_ns = 0);
+
+ private:
+  void progress();
+  bool run_head();  // false: nothing queued. The caller holds run_mutex; it is released around on_done.
+  void finish(Ticket& ticket, Code code);
+  void end_pending();
+
+  std::unique_ptr<Group> group_;
+  Post post_;
+  std::mutex queue_mutex_;
+  std::condition_variable changed_;
+  std::deque<std::shared_ptr<Ticket>> queue_;
+  std::vector<std::shared_ptr<Ticket>> messages_;  // asynchronous ones not finished yet
+  std::atomic<size_t> queued_{0};
+  std::atomic<size_t> in_flight_{0};  // messages nobody may be waiting for
+  std::atomic<bool> stop_{false};
+  std::thread thread_;
+  bool closed_ = false;
+  int generation_ = fork_generation();
+};
+
+// Gives back control blocks of closed groups once no peer can be reading them any more.
+void sweep_retired_blocks();
+
+}  // namespace unisono

@@ -1,0 +1,326 @@
+// See group.h: the life of a group, and the steps of a call that do not depend on the verb.
+#include "group.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "mover.h"
+#include "wait.h"
+
+namespace unisono {
+namespace {
+
+// Small inputs travel in a slot: one round, and no rank waits for another to leave. All-reduce reads every slot on
+// every rank, so its limit shrinks with the number of ranks.
+size_t slot_limit(Verb verb, int size) {
+  if (verb == Verb::all_reduce || verb == Verb::reduce)
+    return std::clamp<size_t>((128 << 10) / static_cast<size_t>(size), 2048, kSlotBytes);
+  return kSlotBytes;
+}
+
+uint64_t hash_counts(const Part* parts, int size) {
+  uint64_t h = 0xcbf29ce484222325;
+  for (int r = 0; r < size; r++) {
+    h = (h ^ parts[r].count) * 0x9e3779b97f4a7c15;
+    h ^= h >> 29;
+  }
+  return h;
+}
+
+bool gives_input(const Call& call, int rank) {
+  switch (call.verb) {
+    case Verb::barrier: return false;
+    case Verb::broadcast: case Verb::scatter: return call.root == rank;
+    default: return true;
+  }
+}
+
+// The bytes of the descriptor that must be equal on all ranks: verb, dtype, op and root.
+constexpr uint64_t kKeyMask = 0xffff000000ffffff;
+uint64_t key_of(const Descriptor& d) {
+  uint64_t key;
+  std::memcpy(&key, &d.verb, sizeof key);
+  return key & kKeyMask;
+}
+
+}  // namespace
+
+Group::Group(GroupFacts facts, std::shared_ptr<Heap> heap, std::vector<Peer> peers)
+    : facts_(std::move(facts)),
+      heap_(std::move(heap)),
+      peers_(std::move(peers)),
+      mine_(peers_[static_cast<size_t>(facts_.rank)].block),
+      generation_(fork_generation()) {}
+
+Group::~Group() {
+  if (generation_ != fork_generation()) return;
+  close("the group was dropped");
+}
+
+std::byte* Group::make_block(Heap& heap, int size, Failure& failure) {
+  auto* base = static_cast<std::byte*>(heap.allocate(Block::bytes(size), failure));
+  if (!base) return nullptr;
+  Block block(base, size);
+  // Slots and stages need no initial value; everything before them starts at zero.
+  std::memset(static_cast<void*>(base), 0, static_cast<size_t>(block.slot(0) - base));
+  return base;
+}
+
+Place Group::locate(const void* p, size_t bytes) const {
+  const auto* at = static_cast<const std::byte*>(p);
+  if (heap_->holds(at) && bytes <= heap_->capacity() - static_cast<size_t>(at - heap_->base()))
+    return Place::at(facts_.rank, static_cast<size_t>(at - heap_->base()));
+  if (!in_region(p)) return {};
+  for (int r = 0; r < facts_.size; r++) {
+    size_t offset = static_cast<size_t>(at - peer(r).heap_base);
+    if (offset < peer(r).heap_capacity && bytes <= peer(r).heap_capacity - offset) return Place::at(r, offset);
+  }
+  return {};
+}
+
+std::byte* Group::resolve(Place place, size_t bytes) const {
+  if (!place || place.rank() >= facts_.size) return nullptr;
+  const Peer& owner = peer(place.rank());
+  if (place.offset() > owner.heap_capacity || bytes > owner.heap_capacity - place.offset()) return nullptr;
+  std::byte* at = owner.heap_base + place.offset();
+  if (bytes >= (1 << 20) && owner.mapping) owner.mapping->populate(at, bytes);
+  return at;
+}
+
+bool Group::usable(Failure& failure) {
+  if (generation_ != fork_generation()) {
+    fail(failure, Code::forked, "the group belongs to the parent of this process; make a new one after fork");
+    return false;
+  }
+  if (!stopped_.load(std::memory_order_acquire)) return true;
+  std::lock_guard lock(state_mutex_);
+  failure = first_cause_;
+  failure.first_cause = true;
+  return false;
+}
+
+Code Group::quote_first_cause(Call& call) {
+  Failure cause;
+  usable(cause);
+  cause.verb = call.verb;
+  cause.seq = call.seq;
+  call.failure = cause;
+  return cause.code;
+}
+
+void Group::abort(Failure cause) {
+  {
+    std::lock_guard lock(state_mutex_);
+    if (stopped_.load(std::memory_order_relaxed)) return;
+    first_cause_ = cause;
+    stopped_.store(true, std::memory_order_release);
+  }
+  AbortLine& line = mine_.abort();
+  std::fill(std::begin(line.peers), std::end(line.peers), -1);
+  for (size_t i = 0; i < std::min<size_t>(cause.peers.size(), std::size(line.peers)); i++) line.peers[i] = cause.peers[i];
+  line.seq = cause.seq;
+  std::strncpy(line.text, cause.text.c_str(), sizeof line.text - 1);
+  line.code.store(static_cast<uint64_t>(cause.code), std::memory_order_release);  // pairs with Group::health
+  for (uint64_t s : {seq_, seq_ + 1}) wake(mine_.descriptor(s).seq);
+  for (int p = 1; p < static_cast<int>(Phase::count_); p++) wake(mine_.flag(static_cast<Phase>(p)));
+}
+
+Code Group::break_with(Call& call, Code code, std::string text, std::vector<int> peers) {
+  fail(call.failure, code, std::move(text), std::move(peers));
+  call.failure.verb = call.verb;
+  call.failure.seq = call.seq;
+  abort(call.failure);
+  return code;
+}
+
+void Group::close(const std::string& reason) {
+  {
+    std::lock_guard lock(state_mutex_);
+    if (closed_) return;
+    closed_ = true;  // a broken group keeps its first cause
+    if (!stopped_.load(std::memory_order_relaxed)) {
+      fail(first_cause_, Code::closed, "the group was closed on this rank");
+      stopped_.store(true, std::memory_order_release);
+    }
+  }
+  for (const Peer& p : peers_)
+    if (p.link) p.link->say_left(facts_.id, reason);
+}
+
+Code Group::lost(Call& call, std::vector<int> gone) {
+  // Others may have died in the same moment: give the kernel a moment to hang up their sockets as well.
+  usleep(1000);
+  for (int r = 0; r < facts_.size; r++)
+    if (r != facts_.rank && peer(r).link && std::find(gone.begin(), gone.end(), r) == gone.end() &&
+        peer(r).link->look(facts_.id) == Link::State::died)
+      gone.push_back(r);
+  std::sort(gone.begin(), gone.end());
+  std::string text;
+  for (int r : gone) {
+    std::string reason;
+    bool left = peer(r).link->look(facts_.id, &reason) == Link::State::left;
+    if (!text.empty()) text += ", ";
+    text += "rank " + std::to_string(r) + (left ? " left" : " died") + " (pid " + std::to_string(peer(r).pid) + ")";
+    if (left && !reason.empty()) text += ": " + reason;
+  }
+  return break_with(call, Code::peer_lost, text, gone);
+}
+
+Code Group::timed_out(Call& call, const std::vector<int>& late) {
+  char seconds[32];
+  int64_t limit = call.timeout_ns ? call.timeout_ns : facts_.timeout_ns;
+  std::snprintf(seconds, sizeof seconds, "%.3g s", static_cast<double>(limit) / 1e9);
+  std::string text = std::string("no answer within ") + seconds;
+  std::vector<std::string> lines;
+  for (int r : late) {
+    std::string state = peer(r).pid ? process_state(peer(r).pid) : "unknown";
+    const Block& block = peer(r).block;
+    const Descriptor& a = block.descriptor(0);
+    const Descriptor& b = block.descriptor(1);
+    const Descriptor& last = a.seq.load(std::memory_order_acquire) > b.seq.load(std::memory_order_acquire) ? a : b;
+    uint64_t at = last.seq.load(std::memory_order_relaxed);
+    if (lines.empty()) text += ": rank " + std::to_string(r) + " is " + state;
+    lines.push_back("rank " + std::to_string(r) + "   pid " + std::to_string(peer(r).pid) + "   " + state + "   last call " +
+                    (at ? std::string(verb_name(last.verb)) + " #" + std::to_string(at) : "none"));
+  }
+  Code code = break_with(call, Code::timeout, text, late);
+  call.failure.lines = lines;
+  return code;
+}
+
+void Group::describe(Call& call, Descriptor& d) {
+  const size_t element = dtype_bytes(call.dtype);
+  const int size = facts_.size;
+  d.verb = call.verb;
+  d.dtype = call.dtype;
+  d.op = call.op;
+  d.root = static_cast<int16_t>(call.root);
+  d.has_table = 0;
+  d.input = Holder::inlined;
+  d.count = call.count;
+  if (call.verb == Verb::all_gather) d.count = hash_counts(call.out_parts, size);
+  if (call.verb == Verb::reduce_scatter) d.count = hash_counts(call.in_parts, size);
+  if (call.op == RedOp::premul_sum) d.factor = call.factor;
+
+  size_t bytes = 0;
+  if (gives_input(call, facts_.rank)) {
+    if (call.in_parts)
+      for (int r = 0; r < size; r++) bytes += call.in_parts[r].count * element;
+    else
+      bytes = call.count * element;
+  }
+  std::byte* held = nullptr;
+  if (bytes <= kInlineBytes) {
+    held = d.payload;
+  } else if (bytes <= slot_limit(call.verb, size)) {
+    d.input = Holder::slot;
+    held = mine_.slot(call.seq);
+  } else {
+    d.input = Holder::place;
+    d.in = call.in_parts ? Place{} : locate(call.in, bytes);
+  }
+  if (held && bytes) {
+    if (!call.in_parts) {
+      std::memcpy(held, call.in, bytes);
+    } else {
+      for (int r = 0; r < size; r++) {
+        size_t n = call.in_parts[r].count * element;
+        if (n) std::memcpy(held, call.in_parts[r].ptr, n);
+        held += n;
+      }
+    }
+  }
+  d.out = {};
+  bool counts_unknown = call.verb == Verb::all_to_all || call.verb == Verb::gather || call.verb == Verb::scatter;
+  if (!call.out_parts && call.out && call.verb != Verb::barrier && (d.input == Holder::place || counts_unknown ||
+                                                                   call.verb == Verb::broadcast))
+    d.out = locate(call.out, call.count * element);
+  if ((call.in_parts || call.out_parts) && (d.input == Holder::place || counts_unknown)) {
+    TableEntry* table = mine_.table(call.seq);
+    d.has_table = 1;
+    for (int r = 0; r < size; r++) {
+      Part in = call.in_parts ? call.in_parts[r] : Part{nullptr, 0};
+      Part out = call.out_parts ? call.out_parts[r] : Part{nullptr, 0};
+      table[r] = {in.count ? locate(in.ptr, in.count * element) : Place{},
+                  out.count ? locate(out.ptr, out.count * element) : Place{}, in.count, out.count};
+    }
+  }
+}
+
+Code Group::check(Call& call) {
+  const Descriptor& mine = mine_.descriptor(call.seq);
+  const int size = facts_.size;
+  uint64_t key = key_of(mine);
+  bool sums_differ = call.verb == Verb::all_to_all || call.verb == Verb::gather || call.verb == Verb::scatter;
+  for (int r = 0; r < size; r++) {
+    const Descriptor& d = peer(r).block.descriptor(call.seq);
+    if (key_of(d) == key && (sums_differ || d.count == mine.count)) continue;
+    if (d.verb != mine.verb) return disagree(call, "the operation");
+    if (d.dtype != mine.dtype) return disagree(call, "dtype");
+    if (d.op != mine.op) return disagree(call, "the reduce operation");
+    if (d.root != mine.root) return disagree(call, "the root");
+    bool hashed = call.verb == Verb::all_gather || call.verb == Verb::reduce_scatter;
+    return disagree(call, hashed ? "the counts" : "the number of elements");
+  }
+  if (!sums_differ) return Code::ok;
+  auto entry = [&](int r, int j) -> const TableEntry& { return peer(r).block.table(call.seq)[j]; };
+  for (int r = 0; r < size; r++) {
+    const Descriptor& d = peer(r).block.descriptor(call.seq);
+    if (call.verb == Verb::gather && entry(call.root, r).out_count != d.count) return disagree(call, "the counts");
+    if (call.verb == Verb::scatter && entry(call.root, r).in_count != d.count) return disagree(call, "the counts");
+    if (call.verb == Verb::all_to_all)
+      for (int j = 0; j < size; j++)
+        if (entry(r, j).in_count != entry(j, r).out_count) return disagree(call, "the counts");
+  }
+  return Code::ok;
+}
+
+Code Group::disagree(Call& call, const char* what) {
+  std::string words = call.describe ? call.describe() : std::string();
+  if (words.empty()) words = std::string(verb_name(call.verb)) + " " + dtype_name(call.dtype) + " " + std::to_string(call.count);
+  char* note = mine_.note();
+  std::strncpy(note, words.c_str(), kNoteBytes - 1);
+  note[kNoteBytes - 1] = 0;
+  publish(mine_.flag(Phase::note), call.seq);
+  int64_t deadline = call.deadline_ns;
+  call.deadline_ns = now_ns() + 5'000'000'000;
+  Code code = await(call, Phase::note, call.seq);
+  call.deadline_ns = deadline;
+  if (code != Code::ok) return code;
+  fail(call.failure, Code::mismatch, std::string("ranks disagree on ") + what);
+  call.failure.verb = call.verb;
+  call.failure.seq = call.seq;
+  for (int r = 0; r < facts_.size; r++) {
+    const char* text = peer(r).block.note();
+    call.failure.lines.emplace_back(text, strnlen(text, kNoteBytes));
+    if (r != facts_.rank && call.failure.lines.back() != words) call.failure.peers.push_back(r);
+  }
+  return Code::mismatch;
+}
+
+Code Group::run(Call& call) {
+  if (stopped_.load(std::memory_order_acquire) || generation_ != fork_generation()) {
+    call.seq = seq_ + 1;
+    return quote_first_cause(call);
+  }
+  call.seq = ++seq_;
+  if (facts_.size == 1) return Mover(*this, call).run_alone();
+  call.deadline_ns = 0;  // set by the first wait that is not over at once
+  Descriptor& mine = mine_.descriptor(call.seq);
+  describe(call, mine);
+  publish(mine.seq, call.seq);
+  Code code = await(call, Phase::descriptor, call.seq);
+  if (code == Code::ok) code = check(call);
+  if (code == Code::mismatch) return code;
+  if (code == Code::ok) code = Mover(*this, call).run();
+  if (code != Code::ok) {
+    // A peer that was given up may still be on its way into these tensors.
+    for (const std::byte* p : {call.in, call.out}) heap_->quarantine(p);
+    for (const Part* parts : {call.in_parts, call.out_parts})
+      for (int r = 0; parts && r < facts_.size; r++) heap_->quarantine(parts[r].ptr);
+  }
+  return code;
+}
+
+}  // namespace unisono

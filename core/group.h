@@ -1,0 +1,164 @@
+// A group of ranks on one host, and how a collective call runs in it.
+//
+// The steps of every call (Group::run):
+//   1. describe   write this rank's descriptor; a small input goes into the line itself or into a slot
+//   2. publish    release the descriptor's sequence number
+//   3. meet       await every rank's descriptor of the same number
+//   4. check      all descriptors agree, or every rank returns `mismatch` and nothing has moved
+//   5. move       copy (copy_verbs.cc) or reduce (reduce_verbs.cc); all decisions come from descriptors, so that
+//                 every rank takes the same path
+//   6. leave      if peers read or wrote user memory directly: await that all have finished
+// One call runs at a time in a group; engine.h puts asynchronous calls in order.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "control.h"
+#include "heap.h"
+#include "status.h"
+#include "watch.h"
+
+namespace unisono {
+
+int64_t now_ns();  // monotonic clock
+
+struct Part {
+  std::byte* ptr;
+  size_t count;
+};
+
+// One call as the caller sees it. Multi-part tensors (one part per rank) are given by in_parts / out_parts.
+struct Call {
+  Verb verb = Verb::barrier;
+  DType dtype = DType::u8;
+  RedOp op = RedOp::none;
+  int root = -1;
+  double factor = 1;
+  size_t count = 0;            // elements: of the whole (all_reduce, reduce, broadcast), else of my single part
+  std::byte* in = nullptr;     // single-part input
+  std::byte* out = nullptr;    // single-part output
+  const Part* in_parts = nullptr;
+  const Part* out_parts = nullptr;
+  int64_t timeout_ns = 0;      // 0: the group's
+  bool may_interrupt = false;  // called from Python: look at its signals while waiting
+  std::function<std::string()> describe;  // words for a mismatch; called without locks held
+
+  uint64_t seq = 0;
+  int64_t deadline_ns = 0;
+  Failure failure;
+};
+
+// What a rank knows of another (or itself, in its own entry).
+struct Peer {
+  std::byte* heap_base = nullptr;
+  size_t heap_capacity = 0;
+  std::shared_ptr<Mapping> mapping;
+  Block block;
+  std::shared_ptr<Link> link;  // null for this rank itself, and for ranks that are threads
+  pid_t pid = 0;
+};
+
+struct GroupFacts {
+  int rank = 0;
+  int size = 1;
+  std::string name;
+  uint64_t id = 0;
+  int64_t timeout_ns = 300'000'000'000;
+  bool crowded = false;  // more ranks than processors: give way instead of spinning
+};
+
+class Group {
+ public:
+  // `peers[facts.rank].block` is this rank's own block, made by `make_block`.
+  Group(GroupFacts facts, std::shared_ptr<Heap> heap, std::vector<Peer> peers);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  static std::byte* make_block(Heap& heap, int size, Failure& failure);
+
+  Code run(Call& call);  // the caller holds run_mutex
+  std::mutex run_mutex;
+
+  // Give the group up on all ranks. Later calls return the first cause.
+  void abort(Failure cause);
+  // Leave: peers learn it; calls return `closed`. Waiting calls of other threads end with `closed` too.
+  void close(const std::string& reason);
+  bool usable(Failure& failure);
+
+  const GroupFacts& facts() const { return facts_; }
+  int rank() const { return facts_.rank; }
+  int size() const { return facts_.size; }
+  Heap& heap() { return *heap_; }
+  const std::shared_ptr<Heap>& heap_ptr() const { return heap_; }
+  const Peer& peer(int r) const { return peers_[static_cast<size_t>(r)]; }
+  uint64_t staged_bytes() const { return staged_bytes_.load(std::memory_order_relaxed); }
+  uint64_t seq() const { return seq_; }
+
+  // Where local memory is, in every rank's words; nothing if a peer could not reach all of it.
+  Place locate(const void* p, size_t bytes) const;
+  // The address of a peer's place in this process; null for none, or when it lies outside of that heap.
+  std::byte* resolve(Place place, size_t bytes) const;
+
+  // The one waiting loop for anything but flags of a call: returns ok when `ready()`, else the reason to stop.
+  // `owes(r)` says whether peer r still has something to do, so that its death matters.
+  template <class Ready, class Owes>
+  Code await_until(Call& call, Ready ready, Owes owes, const Flag* sleep_on = nullptr, uint64_t seen = 0);
+
+  // Has anybody given up, died or left while it owed something; has the deadline passed; did Python get a signal?
+  template <class Owes>
+  Code health(Call& call, Owes owes);
+
+  // Called now and then while a call of this group waits, so that messages in flight do not wait with it.
+  std::function<void()> meanwhile;
+
+  // Release a flag of this rank's block and wake peers that sleep on it.
+  void publish(Flag& flag, uint64_t value);
+  void wake(Flag& flag);
+
+ private:
+  friend class Mover;
+  Flag& flag_of(int r, Phase phase, uint64_t target) const {
+    const Block& block = peers_[static_cast<size_t>(r)].block;
+    return phase == Phase::descriptor ? block.descriptor(target).seq : block.flag(phase);
+  }
+  // Wait until the flags of all peers (or those marked in `who`) have reached `target`.
+  Code await(Call& call, Phase phase, uint64_t target, const uint8_t* who = nullptr);
+  Code await_slow(Call& call, Phase phase, uint64_t target, int r, const uint8_t* who);
+
+  struct Patience;  // how long the present wait has lasted, and what to do next
+  bool rest(Call& call, Patience& patience, const Flag* sleep_on, uint64_t seen);  // true: look at health now
+  Code lost(Call& call, std::vector<int> peers);
+  Code timed_out(Call& call, const std::vector<int>& late);
+  Code break_with(Call& call, Code code, std::string text, std::vector<int> peers);
+  Code quote_first_cause(Call& call);
+
+  void describe(Call& call, Descriptor& mine);
+  Code check(Call& call);
+  Code disagree(Call& call, const char* what);
+
+  GroupFacts facts_;
+  std::shared_ptr<Heap> heap_;
+  std::vector<Peer> peers_;
+  Block mine_;
+  int generation_;
+  uint64_t seq_ = 0;
+  uint64_t pieces_ = 0;  // staged pieces of all calls so far; equal on all ranks between calls
+  std::atomic<uint64_t> staged_bytes_{0};
+
+  std::mutex state_mutex_;
+  std::atomic<bool> stopped_{false};  // broken or closed: see first_cause_
+  Failure first_cause_;
+  bool closed_ = false;
+};
+
+// Set once by the bindings: true when a Python signal handler raised.
+extern bool (*python_interrupted)();
+// How long to spin before giving way, where there are processors for all ranks.
+extern int64_t spin_ns;
+
+}  // namespace unisono

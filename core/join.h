@@ -1,0 +1,39 @@
+// How ranks on one host meet: an abstract Unix socket per rank, named through the Store, over which every pair exchanges
+// one hello in each direction and the descriptors of their heaps.
+//
+// Steps: every rank opens a listening socket with a random name and publishes it (Python, through the Store); rank r
+// connects to the ranks below it and accepts those above it; both ends check that the other runs under the same user
+// (SO_PEERCRED), knows the group's nonce, and speaks the same version; the heaps are mapped and their tokens compared.
+// The connection stays open as the death watch. Whoever knocks without the nonce is turned away and changes nothing.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine.h"
+
+namespace unisono {
+
+class Doorway {
+ public:
+  static std::unique_ptr<Doorway> open(Failure& failure);
+  ~Doorway();
+  const std::string& name() const { return name_; }
+
+  // Meets all ranks: `names[r]` is rank r's doorway. Fills the facts a group agrees on (crowded, kernels).
+  std::unique_ptr<Engine> join(std::shared_ptr<Heap> heap, GroupFacts facts, const Token& nonce,
+                               const std::vector<std::string>& names, Failure& failure);
+
+ private:
+  Doorway(int socket, std::string name) : socket_(socket), name_(std::move(name)) {}
+  int socket_;
+  std::string name_;
+};
+
+// A group of some of another's ranks, in the order of `members` (its ranks there). `blocks[i]` is the offset of member
+// i's new block in its heap; the caller has exchanged them through the parent.
+std::unique_ptr<Engine> split(Group& parent, const std::vector<int>& members, const std::vector<size_t>& blocks,
+                              GroupFacts facts, Failure& failure);
+
+}  // namespace unisono

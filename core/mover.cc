@@ -1,0 +1,83 @@
+// See mover.h: what copies and reductions share.
+#include "mover.h"
+
+#include <unistd.h>
+
+#include "wait.h"
+
+namespace unisono {
+
+size_t stream_threshold() {
+  static const size_t bytes = [] {
+    long llc = sysconf(_SC_LEVEL3_CACHE_SIZE);
+    if (llc <= 0) llc = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    return static_cast<size_t>(llc > 0 ? llc : 8 << 20) / 4 * 3;
+  }();
+  return bytes;
+}
+
+bool Mover::all_buffered() const {
+  for (int r = 0; r < size_; r++)
+    if (!buffered(r)) return false;
+  return true;
+}
+
+const std::byte* Mover::input(int r, int j, size_t count) const {
+  if (r == me_) return c_.in_parts ? c_.in_parts[j].ptr : c_.in;
+  const Descriptor& d = descriptor(r);
+  if (d.input == Holder::place)
+    return g_.resolve(d.has_table && entry(r, j).in_count ? entry(r, j).in : d.in, bytes(count));
+  const std::byte* held = d.input == Holder::inlined ? d.payload : g_.peer(r).block.slot(c_.seq);
+  if (c_.verb == Verb::reduce_scatter) {
+    for (int k = 0; k < j; k++) held += bytes(c_.in_parts[k].count);
+  } else if (c_.verb == Verb::all_to_all || c_.verb == Verb::scatter) {
+    for (int k = 0; k < j; k++) held += bytes(entry(r, k).in_count);
+  }
+  return held;
+}
+
+std::byte* Mover::output(int r, int j, size_t count) const {
+  if (r == me_) return c_.out_parts ? c_.out_parts[j].ptr : c_.out;
+  const Descriptor& d = descriptor(r);
+  return g_.resolve(d.has_table && entry(r, j).out_count ? entry(r, j).out : d.out, bytes(count));
+}
+
+Code Mover::leave() {
+  g_.publish(g_.mine_.flag(Phase::exit), c_.seq);
+  return g_.await(c_, Phase::exit, c_.seq);
+}
+
+Code Mover::pause(size_t& since) {
+  since = 0;
+  // A peer that has passed its exit owes nothing any more.
+  return g_.health(c_, [&](int r) {
+    return g_.flag_of(r, Phase::exit, c_.seq).load(std::memory_order_acquire) < c_.seq;
+  });
+}
+
+Code Mover::run() {
+  switch (c_.verb) {
+    case Verb::barrier: return Code::ok;
+    case Verb::all_reduce: case Verb::reduce: case Verb::reduce_scatter:
+      return all_buffered() ? reduce_buffered() : reduce_shared();
+    default: return all_buffered() ? copy_buffered() : copy_shared();
+  }
+}
+
+Code Mover::run_alone() {
+  if (c_.verb == Verb::barrier) return Code::ok;
+  const std::byte* from = input(0, 0, c_.count);
+  std::byte* to = output(0, 0, c_.count);
+  size_t count = c_.in_parts ? c_.in_parts[0].count : c_.count;
+  if (count == 0) return Code::ok;
+  if (c_.op != RedOp::none) {
+    const void* src = from;
+    void* dst = to;
+    unisono::reduce({c_.dtype, c_.op, count, &src, 1, &dst, 1, &c_.factor, false});
+  } else if (to != from) {
+    copy(to, from, bytes(count));
+  }
+  return Code::ok;
+}
+
+}  // namespace unisono

@@ -1,0 +1,57 @@
+// Step 5 of a call: how the bytes of one call move, once every rank has seen every descriptor.
+//
+// Vocabulary. An input is *visible* to a rank that can read it where it is: its own, one in a heap, or one held in a
+// line or slot. An output is visible to a rank that can write it where it is: its own, or one in a heap whose place was
+// published. A call is *buffered* when all inputs are held in lines or slots: then every rank serves itself and nobody
+// waits again. Otherwise the work is cut by bytes between all ranks, whoever's tensors they are, and what is visible to
+// neither side goes through the stage in pieces.
+#pragma once
+
+#include "group.h"
+#include "reduce.h"
+
+namespace unisono {
+
+class Mover {
+ public:
+  Mover(Group& group, Call& call) : g_(group), c_(call), size_(group.size()), me_(group.rank()) {}
+  Code run();
+  Code run_alone();  // one rank: no descriptors, no peers
+
+ private:
+  // What a rank published, or holds itself. Part j of a single-part tensor is the tensor.
+  const std::byte* input(int r, int j, size_t count) const;
+  std::byte* output(int r, int j, size_t count) const;
+  const Descriptor& descriptor(int r) const { return g_.peer(r).block.descriptor(c_.seq); }
+  const TableEntry& entry(int r, int j) const { return g_.peer(r).block.table(c_.seq)[j]; }
+  bool buffered(int r) const { return descriptor(r).input != Holder::place; }
+  bool all_buffered() const;
+  size_t bytes(size_t count) const { return count * element_; }
+  Code leave();  // step 6
+  Code pause(size_t& since);  // between blocks of long work: has anything happened?
+
+  // copy_verbs.cc: broadcast, all_gather, gather, scatter, all_to_all
+  Code copy_buffered();
+  Code copy_shared();
+  Code copy_staged(const std::vector<size_t>& staged);
+  size_t segment(int from, int to) const;                    // elements that go from one rank to another
+  const std::byte* segment_source(int from, int to) const;  // null: not visible here
+  std::byte* segment_target(int from, int to) const;
+  Code copy_block(std::byte* to, const std::byte* from, size_t bytes, bool stream, size_t& since);
+
+  // reduce_verbs.cc: all_reduce, reduce, reduce_scatter
+  struct Span;
+  Code reduce_buffered();
+  Code reduce_shared();
+
+  Group& g_;
+  Call& c_;
+  const int size_;
+  const int me_;
+  const size_t element_ = dtype_bytes(c_.dtype);
+};
+
+// Bytes from which non-temporal stores pay: what is written does not fit the last cache anyway.
+size_t stream_threshold();
+
+}  // namespace unisono

@@ -1,0 +1,327 @@
+// See post.h.
+#include "post.h"
+
+#include <algorithm>
+
+#include "reduce.h"
+#include "wait.h"
+
+namespace unisono {
+namespace {
+
+constexpr size_t kEager = 64 << 10;    // a send of up to this many bytes is over as soon as it is copied
+constexpr size_t kBuffer = 256 << 10;  // staging of one longer send
+constexpr size_t kTurn = 64 << 10;     // bytes moved before the other end is told
+
+}  // namespace
+
+Post::Post(Group& group)
+    : g_(group),
+      next_out_(static_cast<size_t>(group.size())),
+      next_in_(static_cast<size_t>(group.size())),
+      taken_(static_cast<size_t>(group.size()), std::vector<uint8_t>(group.peer(group.rank()).block.ring())) {}
+
+Post::~Post() {
+  // What a receiver may still read is never handed out again.
+  for (const Lingering& l : lingering_)
+    if (l.buffer) {
+      g_.heap().quarantine(l.buffer);
+      g_.heap().release(l.buffer);
+    }
+}
+
+void Post::add(std::shared_ptr<Message> message) {
+  std::lock_guard lock(mutex_);
+  message->seq = ++count_;
+  (message->sending ? sends_ : receives_).push_back(std::move(message));
+  step();
+}
+
+void Post::finish(Message& m) { m.finished.store(true, std::memory_order_release); }
+
+void Post::sweep() {
+  std::erase_if(lingering_, [&](const Lingering& l) {
+    if (g_.peer(l.peer).block.reply(g_.rank(), l.letter).done.load(std::memory_order_acquire) <= l.letter) return false;
+    if (l.buffer) g_.heap().release(l.buffer);
+    return true;
+  });
+}
+
+bool Post::step_send(Message& m) {
+  const int me = g_.rank();
+  const auto to = static_cast<size_t>(m.peer);
+  Block mine = g_.peer(me).block, theirs = g_.peer(m.peer).block;
+  const uint64_t ring = mine.ring();
+  if (!m.started) {
+    uint64_t i = next_out_[to];
+    if (i >= ring && theirs.reply(me, i).done.load(std::memory_order_acquire) < i - ring + 1) return false;
+    Letter& letter = mine.letter(m.peer, i);
+    letter.tag = m.tag;
+    letter.bytes = m.bytes;
+    letter.dtype = m.dtype;
+    letter.seq = m.seq;
+    letter.filled.store(0, std::memory_order_relaxed);
+    Place place = m.bytes > kEager ? g_.locate(m.data, m.bytes) : Place{};
+    if (m.bytes <= sizeof letter.payload) {
+      letter.kind = static_cast<uint8_t>(LetterKind::inlined);
+      if (m.bytes) std::memcpy(letter.payload, m.data, m.bytes);
+    } else if (place) {
+      letter.kind = static_cast<uint8_t>(LetterKind::place);
+      letter.place = place;
+    } else {
+      letter.kind = static_cast<uint8_t>(LetterKind::staged);
+      m.buffer = static_cast<std::byte*>(g_.heap().allocate(std::min(m.bytes, kBuffer), m.failure));
+      if (!m.buffer) {
+        finish(m);
+        return true;
+      }
+      letter.place = g_.locate(m.buffer, std::min(m.bytes, kBuffer));
+    }
+    m.started = true;
+    m.letter = i;
+    next_out_[to]++;
+    g_.publish(letter.posted, i + 1);
+    if (letter.kind == static_cast<uint8_t>(LetterKind::inlined)) {
+      lingering_.push_back({m.peer, i, nullptr});
+      finish(m);
+      return true;
+    }
+  }
+  Letter& letter = mine.letter(m.peer, m.letter);
+  Reply& reply = theirs.reply(me, m.letter);
+  bool done = reply.done.load(std::memory_order_acquire) > m.letter;
+  if (done && reply.error) {
+    fail(m.failure, Code::mismatch,
+         "rank " + std::to_string(m.peer) + " expected " + std::to_string(reply.wanted_bytes) + " bytes of " +
+             dtype_name(static_cast<DType>(reply.wanted_dtype)) + ", rank " + std::to_string(me) + " sent " +
+             std::to_string(m.bytes) + " bytes of " + dtype_name(m.dtype),
+         {m.peer});
+    if (m.buffer) g_.heap().release(m.buffer);
+    finish(m);
+    return true;
+  }
+  if (letter.kind == static_cast<uint8_t>(LetterKind::place)) {
+    if (done) finish(m);
+    return done;
+  }
+  const size_t room = std::min(m.bytes, kBuffer);
+  bool moved = false;
+  while (m.moved < m.bytes) {
+    size_t drained = reply.drained.load(std::memory_order_acquire);
+    if (drained > m.moved) break;  // impossible from a sound peer
+    size_t free = room - (m.moved - drained), at = m.moved % room;
+    size_t n = std::min({free, m.bytes - m.moved, room - at, kTurn});
+    if (n == 0) break;
+    std::memcpy(m.buffer + at, m.data + m.moved, n);
+    m.moved += n;
+    g_.publish(letter.filled, m.moved);
+    moved = true;
+  }
+  if (m.moved == m.bytes) {
+    lingering_.push_back({m.peer, m.letter, m.buffer});
+    finish(m);
+    return true;
+  }
+  return moved;
+}
+
+bool Post::posted(int from, uint64_t i) const {
+  return g_.peer(from).block.letter(g_.rank(), i).posted.load(std::memory_order_acquire) == i + 1;
+}
+
+void Post::refuse(Message& m, const Letter& letter) {
+  fail(m.failure, Code::mismatch,
+       "expected " + std::to_string(m.bytes) + " bytes of " + dtype_name(m.dtype) + " from rank " + std::to_string(m.source) +
+           ", which sent " + std::to_string(letter.bytes) + " bytes of " + dtype_name(letter.dtype),
+       {m.source});
+  Reply& reply = g_.peer(g_.rank()).block.reply(m.source, m.letter);
+  reply.error = 1;
+  reply.wanted_bytes = m.bytes;
+  reply.wanted_dtype = static_cast<uint64_t>(m.dtype);
+}
+
+// Binds a receive to letter i of `from`.
+bool Post::take(Message& m, int from, uint64_t i) {
+  Letter& letter = g_.peer(from).block.letter(g_.rank(), i);
+  m.source = from;
+  m.letter = i;
+  m.started = true;
+  taken_[static_cast<size_t>(from)][i % taken_[0].size()] = 1;
+  g_.peer(g_.rank()).block.reply(from, i).error = 0;
+  if (letter.bytes != m.bytes || letter.dtype != m.dtype) refuse(m, letter);
+  return true;
+}
+
+bool Post::match(Message& m) {
+  for (int k = 0; k < g_.size(); k++) {
+    int from = m.peer >= 0 ? m.peer : (g_.rank() + k) % g_.size();
+    uint64_t first = next_in_[static_cast<size_t>(from)], ring = taken_[0].size();
+    for (uint64_t i = first; i < first + ring && posted(from, i); i++)
+      if (!taken_[static_cast<size_t>(from)][i % ring] && g_.peer(from).block.letter(g_.rank(), i).tag == m.tag)
+        return take(m, from, i);
+    if (m.peer >= 0) break;
+  }
+  return false;
+}
+
+bool Post::match_unasked(Message& m) {
+  for (auto it = unasked_.begin(); it != unasked_.end(); ++it) {
+    Message& held = **it;
+    if (held.tag != m.tag || (m.peer >= 0 && held.source != m.peer)) continue;
+    if (!held.finished.load(std::memory_order_relaxed)) return true;  // its turn, but it is still coming in
+    m.source = held.source;
+    if (held.failure.code != Code::ok) {
+      m.failure = held.failure;
+    } else if (held.bytes != m.bytes || held.dtype != m.dtype) {
+      fail(m.failure, Code::mismatch,
+           "expected " + std::to_string(m.bytes) + " bytes of " + dtype_name(m.dtype) + " from rank " +
+               std::to_string(m.source) + ", which sent " + std::to_string(held.bytes) + " bytes of " + dtype_name(held.dtype),
+           {m.source});
+    } else if (m.bytes) {
+      std::memcpy(m.data, held.data, m.bytes);
+    }
+    unasked_.erase(it);
+    finish(m);
+    return true;
+  }
+  return false;
+}
+
+void Post::take_unasked(int from) {
+  const uint64_t first = next_in_[static_cast<size_t>(from)], ring = taken_[0].size();
+  for (uint64_t i = first; i < first + ring; i++)
+    if (taken_[static_cast<size_t>(from)][i % ring] || !posted(from, i)) return;
+  const Letter& letter = g_.peer(from).block.letter(g_.rank(), first);
+  auto held = std::make_shared<Message>();
+  held->peer = from;
+  held->tag = letter.tag;
+  held->bytes = letter.bytes;
+  held->dtype = letter.dtype;
+  held->unasked = std::make_unique<std::byte[]>(letter.bytes);
+  held->data = held->unasked.get();
+  take(*held, from, first);
+  unasked_.push_back(held);
+}
+
+bool Post::step_receive(Message& m) {
+  if (!m.started) {
+    if (match_unasked(m)) return m.finished.load(std::memory_order_relaxed);
+    if (!match(m)) {
+      for (int r = 0; r < g_.size(); r++)
+        if (m.peer < 0 || m.peer == r) take_unasked(r);
+      return false;
+    }
+  }
+  Letter& letter = g_.peer(m.source).block.letter(g_.rank(), m.letter);
+  Reply& reply = g_.peer(g_.rank()).block.reply(m.source, m.letter);
+  bool over = m.failure.code != Code::ok, moved = false;
+  if (!over && letter.kind == static_cast<uint8_t>(LetterKind::inlined)) {
+    if (m.bytes > sizeof letter.payload)
+      fail(m.failure, Code::system, "a letter says more than it can hold", {m.source});
+    else if (m.bytes)
+      std::memcpy(m.data, letter.payload, m.bytes);
+    over = true;
+  } else if (!over) {
+    const bool staged = letter.kind == static_cast<uint8_t>(LetterKind::staged);
+    const size_t room = staged ? std::min(m.bytes, kBuffer) : m.bytes;
+    const std::byte* from = g_.resolve(letter.place, room);
+    if (!from) {
+      fail(m.failure, Code::system, "a letter names an impossible place", {m.source});
+      over = true;
+    } else if (!staged) {
+      copy(m.data, from, m.bytes);
+      over = true;
+    } else {
+      size_t filled = std::min<size_t>(letter.filled.load(std::memory_order_acquire), m.bytes);
+      while (m.moved < filled) {
+        size_t at = m.moved % room, n = std::min({filled - m.moved, room - at, kTurn});
+        copy(m.data + m.moved, from + at, n);
+        m.moved += n;
+        g_.publish(reply.drained, m.moved);
+        moved = true;
+      }
+      over = m.moved == m.bytes;
+    }
+  }
+  if (!over) return moved;
+  reply.drained.store(0, std::memory_order_relaxed);
+  g_.publish(reply.done, m.letter + 1);
+  auto& taken = taken_[static_cast<size_t>(m.source)];
+  uint64_t& next = next_in_[static_cast<size_t>(m.source)];
+  taken[m.letter % taken.size()] = 2;
+  while (taken[next % taken.size()] == 2) taken[next++ % taken.size()] = 0;
+  finish(m);
+  return true;
+}
+
+void Post::step() {
+  if (!lingering_.empty()) sweep();
+  std::vector<uint8_t> blocked(static_cast<size_t>(g_.size()));  // letters to one rank are posted in order
+  for (auto it = sends_.begin(); it != sends_.end();) {
+    Message& m = **it;
+    if (!m.started && blocked[static_cast<size_t>(m.peer)]) {
+      ++it;
+      continue;
+    }
+    step_send(m);
+    if (!m.started) blocked[static_cast<size_t>(m.peer)] = 1;
+    it = m.finished.load(std::memory_order_relaxed) ? sends_.erase(it) : std::next(it);
+  }
+  for (auto& held : unasked_)
+    if (!held->finished.load(std::memory_order_relaxed)) step_receive(*held);
+  for (auto it = receives_.begin(); it != receives_.end();) {
+    step_receive(**it);
+    it = (*it)->finished.load(std::memory_order_relaxed) ? receives_.erase(it) : std::next(it);
+  }
+}
+
+bool Post::advance() {
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock) return true;  // somebody else does it
+  step();
+  return !sends_.empty() || !receives_.empty();
+}
+
+void Post::fail_all(const Failure& failure) {
+  std::lock_guard lock(mutex_);
+  for (auto* list : {&sends_, &receives_}) {
+    for (auto& m : *list) {
+      m->failure = failure;
+      g_.heap().quarantine(m->data);
+      finish(*m);
+    }
+    list->clear();
+  }
+}
+
+Code Post::wait(const std::shared_ptr<Message>& message, Call& call) {
+  Message& m = *message;
+  Code code = g_.await_until(
+      call,
+      [&] {
+        if (m.finished.load(std::memory_order_acquire)) return true;
+        if (std::unique_lock lock(mutex_, std::try_to_lock); lock) step();
+        return m.finished.load(std::memory_order_acquire);
+      },
+      [&](int r) {
+        if (m.peer >= 0) return m.peer == r;
+        // From anyone: one who left owes nothing while another is still here.
+        auto left = [&](int p) {
+          return p == g_.rank() || (g_.peer(p).link && g_.peer(p).link->look(g_.facts().id) == Link::State::left);
+        };
+        if (!left(r)) return true;
+        for (int p = 0; p < g_.size(); p++)
+          if (!left(p)) return false;
+        return true;
+      });
+  if (code != Code::ok) {
+    fail_all(call.failure);
+    return code;
+  }
+  call.failure = m.failure;
+  call.failure.verb = call.verb;
+  call.failure.seq = m.seq;
+  return m.failure.code;
+}
+
+}  // namespace unisono

@@ -1,0 +1,85 @@
+// Point-to-point messages of one group: letters from one rank to another, matched by tag.
+//
+// Each ordered pair of ranks has a ring of letters (control.h). A short message travels in the letter; one in the heap is
+// read where it is; any other goes through a small buffer of the sender's heap that both ends work through in turns.
+// Sends and receives do not stand in the group's order of collectives: all pending ones advance together (`step`),
+// driven by whoever waits for one of them. Letters to one rank are posted in order; a receive takes the oldest letter
+// with its tag; when letters nobody asked for fill the whole ring, the oldest is taken into memory of our own.
+// Invariant: letter i's entry is written again only after reply i says done.
+#pragma once
+
+#include <deque>
+#include <list>
+#include <memory>
+#include <mutex>
+
+#include "group.h"
+
+namespace unisono {
+
+enum class LetterKind : uint8_t { inlined, place, staged };
+
+struct Message {
+  bool sending = false;
+  int peer = -1;  // -1: receive from anyone
+  int64_t tag = 0;
+  std::byte* data = nullptr;
+  size_t bytes = 0;
+  DType dtype = DType::u8;
+
+  std::atomic<bool> finished{false};
+  Failure failure;      // valid when finished
+  int source = -1;      // of a finished receive
+  uint64_t seq = 0;
+
+ private:
+  friend class Post;
+  bool started = false;
+  uint64_t letter = 0;
+  size_t moved = 0;
+  std::byte* buffer = nullptr;            // staged sends
+  std::unique_ptr<std::byte[]> unasked;   // receives nobody asked for yet
+};
+
+class Post {
+ public:
+  explicit Post(Group& group);
+  ~Post();
+
+  void add(std::shared_ptr<Message> message);
+  // Waits for one message, advancing all. `call` carries the deadline and gets the failure.
+  Code wait(const std::shared_ptr<Message>& message, Call& call);
+  // Advances all pending messages once; false if none is pending any more.
+  bool advance();
+  // Ends every pending message with this failure.
+  void fail_all(const Failure& failure);
+
+ private:
+  struct Lingering {  // a send that is over for its caller, not yet for its receiver
+    int peer;
+    uint64_t letter;
+    std::byte* buffer;
+  };
+  void step();
+  bool step_send(Message& m);
+  bool step_receive(Message& m);
+  bool match(Message& m);
+  bool match_unasked(Message& m);
+  void take_unasked(int from);
+  bool take(Message& m, int from, uint64_t i);
+  void finish(Message& m);
+  void refuse(Message& m, const Letter& letter);
+  void sweep();
+  bool posted(int from, uint64_t i) const;
+
+  Group& g_;
+  std::mutex mutex_;
+  std::list<std::shared_ptr<Message>> sends_, receives_;
+  std::deque<std::shared_ptr<Message>> unasked_;
+  std::vector<Lingering> lingering_;
+  std::vector<uint64_t> next_out_, next_in_;  // per peer: the next letter to post; the oldest not finished with
+  std::vector<std::vector<uint8_t>> taken_;   // per peer and ring entry
+  uint64_t count_ = 0;
+};
+
+}  // namespace unisono

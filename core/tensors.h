@@ -1,0 +1,72 @@
+// Reading and making torch tensors without torch: through the C function table of the DLPack standard that torch.Tensor
+// carries as `__dlpack_c_exchange_api__`. Used by bindings.cc only; the GIL is held in every function.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <string>
+
+#include "heap.h"
+
+namespace unisono {
+
+// The parts of DLPack 1.x that are needed; the layout is fixed by that standard.
+namespace dlpack {
+struct Device {
+  int32_t type, index;
+};
+struct DataType {
+  uint8_t code, bits;
+  uint16_t lanes;
+};
+struct Tensor {
+  void* data;
+  Device device;
+  int32_t ndim;
+  DataType dtype;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+};
+struct Managed {
+  uint32_t major, minor;
+  void* owner;
+  void (*deleter)(Managed*);
+  uint64_t flags;
+  Tensor tensor;
+};
+struct Exchange {
+  uint32_t major, minor;
+  void* previous;
+  void* allocator;
+  void* from_object;
+  int (*to_object)(Managed*, void**);
+  int (*view_object)(void*, Tensor*);
+  void* work_stream;
+};
+constexpr int32_t kCpu = 1;
+enum Kind : uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kComplex = 5, kBool = 6 };
+}  // namespace dlpack
+
+// What a call needs to know of a tensor.
+struct View {
+  std::byte* data = nullptr;
+  size_t count = 0;
+  DType dtype = DType::u8;
+  size_t bytes() const { return count * dtype_bytes(dtype); }
+};
+
+void learn_tensor_type(nanobind::handle tensor_type);
+bool is_tensor(nanobind::handle object);
+// Raises TypeError or ValueError that names `argument` if it is no dense contiguous CPU tensor of a known dtype.
+View view_tensor(nanobind::handle object, const char* argument);
+// "float32 [1024, 512]" for messages; never raises.
+std::string tensor_words(nanobind::handle object);
+
+std::shared_ptr<Heap> process_heap(Failure& failure);
+// A new tensor in this process's heap; null with `failure` filled when memory is short.
+nanobind::object make_tensor(const std::vector<int64_t>& shape, dlpack::DataType dtype, Failure& failure);
+// A tensor of bytes over memory that `keep` keeps alive.
+nanobind::object wrap_bytes(std::byte* data, size_t bytes, std::shared_ptr<void> keep);
+
+}  // namespace unisono

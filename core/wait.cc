@@ -1,0 +1,125 @@
+// See wait.h.
+#include "wait.h"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <climits>
+
+namespace unisono {
+
+bool (*python_interrupted)() = nullptr;
+int64_t spin_ns = 50'000;
+
+namespace {
+
+constexpr int64_t kLookEvery = 1'000'000;
+constexpr int64_t kYieldFor = 3'000'000;      // then sleep: a wake-up costs 50 to 100 us, a busy core costs more
+constexpr int64_t kLongestSleep = 8'000'000;  // bounds a missed wake-up and the detection of a death
+
+inline void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb");
+#endif
+}
+
+// The half of a flag that changes; futexes are 32 bits wide.
+uint32_t* low_half(const Flag& flag) {
+  auto* words = reinterpret_cast<uint32_t*>(const_cast<Flag*>(&flag));
+  return std::endian::native == std::endian::little ? words : words + 1;
+}
+
+}  // namespace
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1'000'000'000 + t.tv_nsec;
+}
+
+void Group::wake(Flag& flag) {
+  for (const Peer& p : peers_)
+    if (p.block.base() != mine_.base() && p.block.asleep().load(std::memory_order_relaxed)) {
+      syscall(SYS_futex, low_half(flag), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+      return;
+    }
+}
+
+void Group::publish(Flag& flag, uint64_t value) {
+  flag.store(value, std::memory_order_release);  // pairs with the acquire in await, await_slow and await_until
+  wake(flag);
+}
+
+bool Group::rest(Call& call, Patience& patience, const Flag* sleep_on, uint64_t seen) {
+  if (patience.begin_ns == 0) {
+    patience.begin_ns = patience.last_look_ns = now_ns();
+    if (call.deadline_ns == 0)
+      call.deadline_ns = patience.begin_ns + (call.timeout_ns ? call.timeout_ns : facts_.timeout_ns);
+  }
+  if (!facts_.crowded && patience.turns < 64) {
+    for (int i = 0; i < 32; i++) pause_cpu();
+    patience.turns++;
+    return false;
+  }
+  if (meanwhile) meanwhile();
+  int64_t now = now_ns();
+  int64_t waited = now - patience.begin_ns;
+  if (!facts_.crowded && waited < spin_ns) {
+    for (int i = 0; i < 32; i++) pause_cpu();
+  } else if (waited < kYieldFor || !sleep_on) {
+    if (sleep_on || waited < kYieldFor) {
+      sched_yield();
+    } else {  // nothing to sleep on: a letter may come from anyone
+      timespec nap{0, 200'000};
+      nanosleep(&nap, nullptr);
+    }
+  } else {
+    int64_t most = std::clamp<int64_t>(call.deadline_ns - now, 0, patience.sleep_ns);
+    timespec t{0, most};
+    mine_.asleep().store(1, std::memory_order_relaxed);
+    syscall(SYS_futex, low_half(*sleep_on), FUTEX_WAIT, static_cast<uint32_t>(seen), &t, nullptr, 0);
+    mine_.asleep().store(0, std::memory_order_relaxed);
+    patience.sleep_ns = std::min(patience.sleep_ns * 2, kLongestSleep);
+    patience.last_look_ns = now_ns();
+    return true;
+  }
+  if (now - patience.last_look_ns < kLookEvery) return false;
+  patience.last_look_ns = now;
+  return true;
+}
+
+Code Group::await(Call& call, Phase phase, uint64_t target, const uint8_t* who) {
+  for (int r = 0; r < facts_.size; r++) {
+    if (r == facts_.rank || (who && !who[r])) continue;
+    if (flag_of(r, phase, target).load(std::memory_order_acquire) >= target) continue;
+    if (Code code = await_slow(call, phase, target, r, who); code != Code::ok) return code;
+  }
+  return Code::ok;
+}
+
+Code Group::await_slow(Call& call, Phase phase, uint64_t target, int r, const uint8_t* who) {
+  Flag& flag = flag_of(r, phase, target);
+  auto owes = [&](int p) {
+    return (!who || who[p]) && flag_of(p, phase, target).load(std::memory_order_acquire) < target;
+  };
+  if (!facts_.crowded)
+    for (int i = 0; i < 200; i++) {
+      if (flag.load(std::memory_order_acquire) >= target) return Code::ok;
+      pause_cpu();
+    }
+  Patience patience;
+  for (;;) {
+    uint64_t seen = flag.load(std::memory_order_acquire);
+    if (seen >= target) return Code::ok;
+    if (!rest(call, patience, &flag, seen)) continue;
+    if (Code code = health(call, owes); code != Code::ok) return code;
+  }
+}
+
+}  // namespace unisono

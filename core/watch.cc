@@ -1,0 +1,100 @@
+// See watch.h. Every live link is in one registry, so that a forked child can drop its copies of the sockets: while a
+// child holds one, the death of its parent would show no hang-up.
+#include "watch.h"
+
+#include <pthread.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+
+namespace unisono {
+namespace {
+
+std::mutex registry_mutex;
+std::vector<Link*>& registry = *new std::vector<Link*>;  // never destroyed: links may outlive static objects
+
+void before_fork() { registry_mutex.lock(); }
+void after_fork_parent() { registry_mutex.unlock(); }
+void after_fork_child() {
+  for (Link* link : registry) link->close_in_child();
+  registry.clear();
+  registry_mutex.unlock();
+}
+
+struct Farewell {
+  uint64_t group;
+  char reason[120];
+};
+
+}  // namespace
+
+Link::Link(int socket, pid_t pid) : socket_(socket), pid_(pid) {
+  static const int once = pthread_atfork(before_fork, after_fork_parent, after_fork_child);
+  (void)once;
+  std::lock_guard lock(registry_mutex);
+  registry.push_back(this);
+}
+
+Link::~Link() {
+  {
+    std::lock_guard lock(registry_mutex);
+    registry.erase(std::remove(registry.begin(), registry.end(), this), registry.end());
+  }
+  if (socket_ >= 0) close(socket_);
+}
+
+void Link::close_in_child() {
+  if (socket_ >= 0) close(socket_);
+  socket_ = -1;
+}
+
+Link::State Link::look(uint64_t group, std::string* reason) {
+  std::lock_guard lock(mutex_);
+  while (!hung_up_ && socket_ >= 0) {
+    Farewell note;
+    ssize_t n = recv(socket_, &note, sizeof note, MSG_DONTWAIT);
+    if (n == static_cast<ssize_t>(sizeof note)) {
+      note.reason[sizeof note.reason - 1] = 0;
+      left_.emplace_back(note.group, note.reason);
+    } else if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
+      break;
+    } else {
+      hung_up_ = true;  // end of file, a reset, or a message we did not send
+    }
+  }
+  for (const auto& [id, why] : left_)
+    if (id == group || id == 0) {
+      if (reason) *reason = why;
+      return State::left;
+    }
+  return hung_up_ ? State::died : State::alive;
+}
+
+void Link::say_left(uint64_t group, const std::string& reason) {
+  Farewell note{group, {}};
+  std::strncpy(note.reason, reason.c_str(), sizeof note.reason - 1);
+  std::lock_guard lock(mutex_);
+  if (socket_ >= 0) (void)!send(socket_, &note, sizeof note, MSG_DONTWAIT | MSG_NOSIGNAL);
+}
+
+std::string process_state(pid_t pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  if (!std::getline(file, line)) return "gone";
+  size_t end = line.rfind(')');
+  switch (end == std::string::npos || end + 2 >= line.size() ? '?' : line[end + 2]) {
+    case 'R': return "running";
+    case 'S': return "sleeping";
+    case 'D': return "waiting for a device";
+    case 'T': case 't': return "stopped";
+    case 'Z': case 'X': return "gone";
+    default: return "unknown";
+  }
+}
+
+}  // namespace unisono

@@ -1,0 +1,57 @@
+"""unisono: collective communication for PyTorch between processes of one host, through shared memory.
+
+    group = unisono.Group.from_env()                    # under torchrun
+    group.all_reduce(tensor)                            # in place, the same bits on every rank
+    group.all_gather(output, mine, counts=[2, 3])       # shards of different sizes, no padding
+
+Tensors from :func:`empty`, :func:`zeros` or :func:`to_shared_` are read and written where they are; others go through a
+small stage. See :class:`Group` for all verbs.
+"""
+
+from __future__ import annotations
+
+import torch as _torch
+
+from . import _core, errors, settings
+
+_core.setup(_torch.Tensor, errors.make_error, errors.call_site, settings.heap_max, settings.spin_us)
+if settings.isa and not _core.set_isa(settings.isa):
+    raise ValueError(f"UNISONO_ISA={settings.isa}: this CPU does not have it; leave it empty for the best there is")
+
+from .errors import (  # noqa: E402
+    AbortedError,
+    ClosedError,
+    CollectiveTimeoutError,
+    ForkedError,
+    HeapMemoryError,
+    MismatchError,
+    PeerLostError,
+    SystemCallError,
+    UnisonoError,
+)
+from .group import Group  # noqa: E402
+from .handle import Handle  # noqa: E402
+from .shared_gather import SharedGather  # noqa: E402
+from .tensors import empty, empty_like, is_shared, to_shared_, zeros  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AbortedError",
+    "ClosedError",
+    "CollectiveTimeoutError",
+    "ForkedError",
+    "Group",
+    "Handle",
+    "HeapMemoryError",
+    "MismatchError",
+    "PeerLostError",
+    "SharedGather",
+    "SystemCallError",
+    "UnisonoError",
+    "empty",
+    "empty_like",
+    "is_shared",
+    "to_shared_",
+    "zeros",
+]

@@ -1,0 +1,133 @@
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .errors import UnisonoError
+
+VERBS: dict[str, int]
+OPS: dict[str, int]
+DTYPES: dict[str, int]
+INLINE_BYTES: int
+SLOT_BYTES: int
+STAGE_BYTES: int
+
+def setup(
+    tensor_type: type[torch.Tensor],
+    make_error: Callable[..., UnisonoError],
+    call_site: Callable[[], str],
+    heap_max: int,
+    spin_us: int,
+) -> None: ...
+def empty(shape: Sequence[int], code: int, bits: int) -> torch.Tensor: ...
+def is_shared(tensor: torch.Tensor) -> bool: ...
+def in_region(address: int) -> bool: ...
+def heap_usage() -> dict[str, int]: ...
+def memory_available() -> int: ...
+def isa() -> str: ...
+def set_isa(name: str) -> bool: ...
+def bury() -> None: ...
+
+class Pending:
+    @property
+    def source(self) -> int: ...
+    @property
+    def seq(self) -> int: ...
+    def done(self) -> bool: ...
+    def wait(self, timeout_s: float) -> bool: ...
+    def error(self) -> UnisonoError | None: ...
+
+_Tensors = torch.Tensor | Sequence[torch.Tensor]
+
+class Communicator:
+    rank: int
+    size: int
+    name: str
+    staged_bytes: int
+    calls: int
+    crowded: bool
+    id: int
+    pids: list[int]
+    def barrier(self, timeout_s: float, run_async: bool, /) -> Pending | None: ...
+    def all_reduce(
+        self, tensor: torch.Tensor, out: torch.Tensor | None, op: int, factor: float, timeout_s: float, run_async: bool, /
+    ) -> Pending | None: ...
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        root: int,
+        out: torch.Tensor | None,
+        op: int,
+        factor: float,
+        timeout_s: float,
+        run_async: bool,
+        /,
+    ) -> Pending | None: ...
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float, run_async: bool, /) -> Pending | None: ...
+    def all_gather(
+        self, output: _Tensors, input: torch.Tensor, counts: Sequence[int] | None, timeout_s: float, run_async: bool, /
+    ) -> Pending | None: ...
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: _Tensors,
+        counts: Sequence[int] | None,
+        op: int,
+        factor: float,
+        timeout_s: float,
+        run_async: bool,
+        /,
+    ) -> Pending | None: ...
+    def gather(
+        self,
+        output: _Tensors | None,
+        input: torch.Tensor,
+        root: int,
+        counts: Sequence[int] | None,
+        timeout_s: float,
+        run_async: bool,
+        /,
+    ) -> Pending | None: ...
+    def scatter(
+        self,
+        output: torch.Tensor,
+        input: _Tensors | None,
+        root: int,
+        counts: Sequence[int] | None,
+        timeout_s: float,
+        run_async: bool,
+        /,
+    ) -> Pending | None: ...
+    def all_to_all(
+        self,
+        output: _Tensors,
+        input: _Tensors,
+        output_counts: Sequence[int] | None,
+        input_counts: Sequence[int] | None,
+        timeout_s: float,
+        run_async: bool,
+        /,
+    ) -> Pending | None: ...
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, timeout_s: float, run_async: bool, /) -> Any: ...
+    def recv(self, tensor: torch.Tensor, src: int, tag: int, timeout_s: float, run_async: bool, /) -> Any: ...
+    def close(self, reason: str, linger_s: float, /) -> None: ...
+    def abort(self, reason: str, /) -> None: ...
+    def make_block(self, size: int, /) -> int: ...
+    def split(
+        self, members: Sequence[int], blocks: Sequence[int], rank: int, name: str, id: int, timeout_s: float, /
+    ) -> Communicator: ...
+    def offset_of(self, tensor: torch.Tensor, /) -> int: ...
+    def peer_bytes(self, rank: int, offset: int, bytes: int, /) -> torch.Tensor: ...
+
+class Door:
+    name: str
+    def __init__(self) -> None: ...
+    def join(
+        self, rank: int, size: int, group: str, nonce: bytes, id: int, timeout_s: float, names: Sequence[str], /
+    ) -> Communicator: ...
+
+class Yardstick:
+    variant: str
+    threads: int
+    def __init__(self, verb: int, bytes: int, splits: Sequence[float], ranks: int) -> None: ...
+    def round(self, calls: int = 1, warmup: int = 1) -> float: ...

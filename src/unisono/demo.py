@@ -1,0 +1,247 @@
+"""Two ranks show an uneven all-gather and an uneven reduce-scatter, checked, then timed against gloo.
+
+Run it with `make demo`, `unisono demo` or `python -m unisono.demo`; it starts the ranks itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+import unisono
+from unisono.testing import run_ranks
+
+if TYPE_CHECKING:
+    from unisono.group import Group
+
+SPLITS = [2, 3]  # rows of rank 0 and rank 1
+COLUMNS = 4
+SIZES = {"1 KiB": 1 << 10, "256 KiB": 1 << 18, "16 MiB": 1 << 24, "64 MiB": 1 << 26}
+COLORS = ["36", "33"]  # of what comes from rank 0 and rank 1
+
+Rows = list[list[float]]
+Times = dict[tuple[str, str, str], list[float]]  # (verb, size, library) -> seconds of each repetition
+
+
+# What runs on the ranks -------------------------------------------------------------------------------------
+
+
+def gather_input(rank: int) -> torch.Tensor:
+    """Rank r's rows for the all-gather: 10, 11, … on rank 0, 20, 21, … on rank 1."""
+    start = 10.0 * (rank + 1)
+    return torch.arange(start, start + SPLITS[rank] * COLUMNS).view(SPLITS[rank], COLUMNS)
+
+
+def scatter_input(rank: int) -> torch.Tensor:
+    """Rank r's rows for the reduce-scatter: 0, 1, 2, … on rank 0, a hundred times that on rank 1."""
+    total = sum(SPLITS)
+    return torch.arange(float(total * COLUMNS)).view(total, COLUMNS).mul(100**rank)
+
+
+def show_uneven(group: Group) -> tuple[Rows, Rows]:
+    """What this rank has after the all-gather and after the reduce-scatter."""
+    counts = [rows * COLUMNS for rows in SPLITS]  # the group counts elements
+    mine = unisono.empty(SPLITS[group.rank], COLUMNS)
+    mine.copy_(gather_input(group.rank))
+    gathered = unisono.empty(sum(SPLITS), COLUMNS)
+    group.all_gather(gathered, mine, counts)
+
+    everything = unisono.empty(sum(SPLITS), COLUMNS)
+    everything.copy_(scatter_input(group.rank))
+    scattered = unisono.empty(SPLITS[group.rank], COLUMNS)
+    group.reduce_scatter(scattered, everything, counts)
+    return gathered.tolist(), scattered.tolist()
+
+
+def time_both(group: Group, store_path: str, seconds: float) -> Times:
+    """Times of both verbs at all sizes, with unisono and with gloo on the same tensors, results compared."""
+    store = dist.FileStore(store_path, group.size)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=group.rank, world_size=group.size)
+    times: Times = {}
+    for size, size_bytes in SIZES.items():
+        times |= time_size(group, size, size_bytes // 4, seconds)
+    dist.destroy_process_group()
+    return times
+
+
+def time_size(group: Group, size: str, count: int, seconds: float) -> Times:
+    """Times of both verbs on `count` elements, split 1:3."""
+    counts = [count // 4, count - count // 4]
+    mine, inputs = unisono.empty(counts[group.rank]), unisono.empty(count)
+    mine.normal_()
+    inputs.normal_()
+    gathered, gathered_by_gloo = unisono.empty(count), unisono.empty(count)
+    scattered, scattered_by_gloo = unisono.empty(mine.numel()), unisono.empty(mine.numel())
+    times = {
+        ("all-gather", size, "unisono"): time_calls(
+            group, lambda: group.all_gather(gathered, mine, counts), seconds
+        ),
+        ("all-gather", size, "gloo"): time_calls(
+            group, lambda: gloo_all_gather(gathered_by_gloo, mine, counts), seconds
+        ),
+        ("reduce-scatter", size, "unisono"): time_calls(
+            group, lambda: group.reduce_scatter(scattered, inputs, counts), seconds
+        ),
+        ("reduce-scatter", size, "gloo"): time_calls(
+            group, lambda: gloo_reduce_scatter(scattered_by_gloo, inputs, counts), seconds
+        ),
+    }
+    if not torch.equal(gathered, gathered_by_gloo) or not torch.equal(scattered, scattered_by_gloo):
+        raise AssertionError(f"at {size}, unisono's result differs from gloo's")
+    return times
+
+
+def gloo_all_gather(output: torch.Tensor, mine: torch.Tensor, counts: list[int]) -> None:
+    """The fastest way found with gloo, whose all_gather refuses unequal sizes: one broadcast per rank."""
+    parts = torch.split(output, counts)
+    parts[dist.get_rank()].copy_(mine)
+    works = [dist.broadcast(part, rank, async_op=True) for rank, part in enumerate(parts)]
+    for work in works:
+        work.wait()
+
+
+def gloo_reduce_scatter(output: torch.Tensor, inputs: torch.Tensor, counts: list[int]) -> None:
+    """The fastest way found with gloo: an uneven all-to-all, then the sum of what arrived."""
+    arrived = inputs.new_empty(len(counts) * output.numel())
+    dist.all_to_all_single(arrived, inputs, [output.numel()] * len(counts), counts)
+    torch.sum(arrived.view(len(counts), -1), 0, out=output)
+
+
+def time_calls(group: Group, call: Callable[[], object], seconds: float) -> list[float]:
+    """Time `call` again and again, for about `seconds`; the same number of times on every rank."""
+    for _ in range(2):
+        call()
+    group.barrier()
+    start = time.perf_counter()
+    call()
+    once = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+    group.all_reduce(once, "max")
+    times = []
+    for _ in range(min(1000, max(5, int(seconds / once.item())))):
+        group.barrier()
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+# What is printed --------------------------------------------------------------------------------------------
+
+
+def paint(text: str, code: str) -> str:
+    return f"\033[{code}m{text}\033[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
+
+
+def draw_rows(title: str, rows: Rows, owners: Sequence[int] | None, note: str = "") -> list[str]:
+    """A box of rows, each in the colour of the rank it belongs to and with that rank's number beside it."""
+    width = 6 * COLUMNS + 1
+    lines = [f"{title:<{width + 6}}", "┌" + "─" * width + "┐    "]
+    for index, row in enumerate(rows):
+        cells = "".join(f"{value:6g}" for value in row) + " "
+        owner = None if owners is None else owners[index]
+        lines.append(
+            "│" + (cells if owner is None else paint(cells, COLORS[owner])) + "│" + f"{note}{owner} ".rjust(4)
+        )
+    lines.append("└" + "─" * width + "┘    ")
+    return lines
+
+
+def put_beside(*boxes: list[str]) -> str:
+    height = max(len(box) for box in boxes)
+    blank = " " * (6 * COLUMNS + 7)
+    return "\n".join(
+        "  " + "  ".join(box[i] if i < len(box) else blank for box in boxes).rstrip() for i in range(height)
+    )
+
+
+def draw_gather(results: list[Rows]) -> str:
+    owners = [rank for rank, rows in enumerate(SPLITS) for _ in range(rows)]
+    inputs = [
+        draw_rows(f"rank {rank} gives", gather_input(rank).tolist(), [rank] * SPLITS[rank], "r")
+        for rank in (0, 1)
+    ]
+    outputs = [draw_rows(f"rank {rank} gets", results[rank], owners, "r") for rank in (0, 1)]
+    return put_beside(*inputs) + "\n" + put_beside(*outputs)
+
+
+def draw_scatter(results: list[Rows]) -> str:
+    owners = [rank for rank, rows in enumerate(SPLITS) for _ in range(rows)]
+    inputs = [draw_rows(f"rank {rank} gives", scatter_input(rank).tolist(), owners, "→") for rank in (0, 1)]
+    outputs = [draw_rows(f"rank {rank} gets", results[rank], [rank] * SPLITS[rank], "r") for rank in (0, 1)]
+    return put_beside(*inputs) + "\n" + put_beside(*outputs)
+
+
+def check(gathered: list[Rows], scattered: list[Rows]) -> bool:
+    """Compare with the same computed here, on one process."""
+    whole = torch.cat([gather_input(0), gather_input(1)]).tolist()
+    parts = torch.split(scatter_input(0) + scatter_input(1), SPLITS)
+    return gathered == [whole, whole] and scattered == [part.tolist() for part in parts]
+
+
+def format_time(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def draw_times(by_rank: list[Times]) -> str:
+    """A table of medians; a repetition takes as long as its slower rank."""
+
+    def median(key: tuple[str, str, str]) -> float:
+        slower = [max(a, b) for a, b in zip(by_rank[0][key], by_rank[1][key], strict=True)]
+        return statistics.median(slower)
+
+    lines = [f"  {'verb':<15}{'size':>8}{'unisono':>12}{'gloo':>12}{'gloo / unisono':>17}"]
+    for verb in ("all-gather", "reduce-scatter"):
+        for size in SIZES:
+            ours, theirs = median((verb, size, "unisono")), median((verb, size, "gloo"))
+            ratio = f"{theirs / ours:.1f} ×"
+            lines.append(f"  {verb:<15}{size:>8}{format_time(ours):>12}{format_time(theirs):>12}{ratio:>17}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the pictures, the check and the times; 1 if a result was wrong."""
+    parser = argparse.ArgumentParser(prog="unisono demo", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--seconds", type=float, default=0.5, help="spent on each time in the table (default 0.5)"
+    )
+    parser.add_argument("--no-times", action="store_true", help="leave the table of times out")
+    options = parser.parse_args(argv)
+    env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+
+    results = run_ranks(2, show_uneven, env=env)
+    gathered, scattered = [result[0] for result in results], [result[1] for result in results]
+    first, second = SPLITS
+    print(f"Uneven all-gather, splits {SPLITS}: rank 0 gives {first} rows, rank 1 {second}, both get all.\n")
+    print(draw_gather(gathered))
+    print(
+        f"\nUneven reduce-scatter, splits {SPLITS}: rank 0 gets {first} rows of the sum, rank 1 {second}.\n"
+    )
+    print(draw_scatter(scattered))
+    if not check(gathered, scattered):
+        print("\nWRONG: the results differ from the reference computed on one process.")
+        return 1
+    print("\nchecked: equal to the reference on every rank")
+    if options.no_times:
+        return 0
+
+    with tempfile.TemporaryDirectory(prefix="unisono-demo-") as folder:
+        by_rank = run_ranks(
+            2, time_both, os.path.join(folder, "gloo"), options.seconds, env=env, timeout_s=300.0
+        )
+    print("\nTimes on the same float32 tensors, split 1:3, medians. For gloo, the fastest ways found:")
+    print("a broadcast per rank, all at once; an uneven all-to-all followed by a sum.\n")
+    print(draw_times(by_rank))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

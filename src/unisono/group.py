@@ -1,0 +1,364 @@
+"""Groups of ranks on one host, with every verb as a method: the one thin path to the core.
+
+The torch backend, the uneven pair and the functional collectives all go through these methods. A method checks its
+arguments, hands pointers and counts to the core, and returns None, or with ``async_op=True`` a Handle. Results are the same
+bits on every rank, whatever the message size and wherever the tensors are.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import _core, rendezvous, settings
+from .errors import ClosedError, MismatchError
+from .handle import Handle
+
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+
+_LINGER_S = 0.2  # how long close() waits for the others to close too
+_open_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def _reduce_ops() -> dict[Any, int]:
+    names = {name: code for name, code in _core.OPS.items() if name != "none"}
+    table: dict[Any, int] = dict(names)
+    table["prod"] = names["product"]
+    kinds = dist.ReduceOp.RedOpType
+    for name, code in names.items():
+        table[getattr(kinds, name.upper())] = code
+    return table
+
+
+_OPS = _reduce_ops()
+_PREMUL_SUM = _OPS["premul_sum"]
+
+
+def _reduce_op(op: Any, factor: float | None) -> tuple[int, float]:
+    """The core's number of a reduce operation, and the factor of a premul_sum."""
+    try:
+        code = _OPS.get(op)
+    except TypeError:
+        code = None
+    if code is None and isinstance(op, dist.ReduceOp):
+        state = op.__getstate__()
+        code = _OPS[state[0]]
+        if code == _PREMUL_SUM and factor is None:
+            factor = float(state[1])
+    if code is None:
+        names = ", ".join(sorted({k for k in _OPS if isinstance(k, str)}))
+        raise ValueError(f"argument 'op' must be one of {names}, or a torch ReduceOp, got {op!r}")
+    if code == _PREMUL_SUM:
+        if factor is None:
+            raise ValueError("argument 'factor' must be given for op 'premul_sum'")
+    elif factor is not None:
+        raise ValueError(f"argument 'factor' belongs to op 'premul_sum', got op {op!r}")
+    return code, 1.0 if factor is None else float(factor)
+
+
+class Group:
+    """Ranks of one host that call collectives together.
+
+    Make one with :meth:`from_store`, :meth:`from_env` or :meth:`split`. ``rank`` is this process's number in the group,
+    ``ranks`` the numbers its members have in the group it was split from (0 … size-1 if it was not).
+
+    >>> from unisono.testing import run_ranks
+    >>> import torch
+    >>> def add(group):
+    ...     t = torch.full((2,), float(group.rank + 1))
+    ...     group.all_reduce(t)
+    ...     return t.tolist()
+    >>> run_ranks(2, add)                                                                     # doctest: +SKIP
+    [[3.0, 3.0], [3.0, 3.0]]
+    """
+
+    def __init__(self, comm: _core.Communicator, ranks: Sequence[int], timeout_s: float) -> None:
+        self._comm = comm
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.name: str = comm.name
+        self.ranks: list[int] = list(ranks)
+        self.timeout_s = timeout_s
+        self._store: dist.Store | None = None
+        _open_groups.add(self)
+
+    # -- coming and going
+
+    @classmethod
+    def from_store(
+        cls, store: dist.Store, rank: int, size: int, *, name: str = "world", timeout_s: float | None = None
+    ) -> Group:
+        """Joins a group through a torch Store; every rank calls this with the same store, size and name."""
+        limit = settings.timeout_s if timeout_s is None else timeout_s
+        group = cls(rendezvous.meet(store, rank, size, name, limit), range(size), limit)
+        group._store = store
+        return group
+
+    @classmethod
+    def from_env(cls, *, name: str = "world", timeout_s: float | None = None) -> Group:
+        """Joins the group of all ranks that torchrun (or the same environment variables) describes."""
+        missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
+        if missing:
+            raise ValueError(
+                f"{', '.join(missing)} not set: start the ranks with torchrun, or make the group with Group.from_store"
+            )
+        limit = settings.timeout_s if timeout_s is None else timeout_s
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=limit))))
+        return cls.from_store(store, rank, size, name=name, timeout_s=limit)
+
+    def split(
+        self, ranks: Sequence[int] | None, *, name: str | None = None, timeout_s: float | None = None
+    ) -> Group | None:
+        """Makes a group of some of this group's ranks, in the order given. All ranks of this group call it together.
+
+        Each rank gives the list it wants to be in, the same on all its members, or None to be in none. Two lists in one call
+        make two groups::
+
+            rank 0, 2: group.split([0, 2])   ->  ranks 0 and 1 of one new group
+            rank 1, 3: group.split([3, 1])   ->  rank 3 is 0, rank 1 is 1 of another
+        """
+        members = [] if ranks is None else [int(r) for r in ranks]
+        if ranks is not None:
+            if len(set(members)) != len(members) or not all(0 <= r < self.size for r in members):
+                raise ValueError(f"argument 'ranks' must be different ranks from 0 to {self.size - 1}, got {members}")
+            if self.rank not in members:
+                raise ValueError(f"argument 'ranks' must contain this rank, {self.rank}, got {members}")
+        wanted = f"{self.name}/{self._comm.calls + 1}" if name is None else name
+        block = self._comm.make_block(len(members)) if members else 0
+        key = int.from_bytes(hashlib.blake2b(f"{members}|{name}".encode(), digest_size=7).digest(), "little")
+        mine = torch.tensor([key, block], dtype=torch.int64)
+        all_ranks = torch.empty(2 * self.size, dtype=torch.int64)
+        self.all_gather(all_ranks, mine)
+        published = all_ranks.view(self.size, 2).tolist()
+        if not members:
+            return None
+        for r in members:
+            if published[r][0] != key:
+                error = MismatchError(
+                    f'split of group "{self.name}": rank {r} gave other ranks or another name than rank {self.rank}, {members}'
+                )
+                error.op, error.group, error.rank, error.peers = "split", self.name, self.rank, (r,)
+                raise error
+        seed = f"{self._comm.id}/{self._comm.calls}/{members}".encode()
+        identity = int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "little") | 1
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        comm = self._comm.split(
+            members, [published[r][1] for r in members], members.index(self.rank), wanted, identity, limit
+        )
+        return Group(comm, [self.ranks[r] for r in members], limit)
+
+    def close(self) -> None:
+        """Leaves the group. Pending calls end with an error, the others learn that this rank left. Twice is fine."""
+        comm, self._comm = self._comm, _Closed(self)  # type: ignore[assignment]
+        _open_groups.discard(self)
+        if not isinstance(comm, _Closed):
+            comm.close("closed the group", _LINGER_S)
+
+    def abort(self, reason: str = "") -> None:
+        """Gives the group up on all ranks: whoever waits in it, or calls it later, gets AbortedError."""
+        self._comm.abort(f"rank {self.rank} aborted" + (f": {reason}" if reason else ""))
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<unisono.Group {self.name!r} rank {self.rank} of {self.size}>"
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes this rank has copied through the stage; 0 as long as everything was in shared memory or small."""
+        return self._comm.staged_bytes
+
+    # -- verbs
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: Any = "sum",
+        *,
+        out: torch.Tensor | None = None,
+        factor: float | None = None,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Handle | None:
+        """Combines a tensor over all ranks, in place or into ``out``; all ranks get the same bits::
+
+            rank 0  [1, 2]        [11, 22]
+            rank 1  [10, 20]  ->  [11, 22]
+        """
+        if op == "sum" and factor is None:
+            code, factor = 0, 1.0
+        else:
+            code, factor = _reduce_op(op, factor)
+        pending = self._comm.all_reduce(tensor, out, code, factor, timeout_s or 0.0, async_op)
+        return None if pending is None else Handle(pending, "all_reduce", tensor if out is None else out)
+
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        root: int,
+        op: Any = "sum",
+        *,
+        out: torch.Tensor | None = None,
+        factor: float | None = None,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Handle | None:
+        """Combines a tensor over all ranks into the root's tensor (or its ``out``); the others' stay as they are."""
+        code, factor = _reduce_op(op, factor)
+        pending = self._comm.reduce(tensor, root, out, code, factor, timeout_s or 0.0, async_op)
+        return None if pending is None else Handle(pending, "reduce", tensor if out is None else out)
+
+    def broadcast(
+        self, tensor: torch.Tensor, root: int, *, async_op: bool = False, timeout_s: float | None = None
+    ) -> Handle | None:
+        """Copies the root's tensor into every other rank's."""
+        pending = self._comm.broadcast(tensor, root, timeout_s or 0.0, async_op)
+        return None if pending is None else Handle(pending, "broadcast", tensor)
+
+    def all_gather(
+        self,
+        output: Tensors,
+        input: torch.Tensor,
+        counts: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Handle | None:
+        """Puts every rank's input behind one another on all ranks. ``counts`` are elements per rank, equal if None::
+
+            counts [1, 2]   rank 0  [1]         [1, 10, 20]
+                            rank 1  [10, 20]    [1, 10, 20]
+
+        ``output`` is one tensor, or a list of one tensor per rank. The input may be this rank's own part of the output.
+        """
+        pending = self._comm.all_gather(output, input, counts, timeout_s or 0.0, async_op)
+        return None if pending is None else Handle(pending, "all_gather", output)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: Tensors,
+        counts: Sequence[int] | None = None,
+        op: Any = "sum",
+        *,
+        factor: float | None = None,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Handle | None:
+        """Combines the inputs of all ranks and gives each rank its part. ``counts`` are elements per rank::
+
+            counts [1, 2]   rank 0  [1, 2, 3]        [11]
+                            rank 1  [10, 20, 30]     [22, 33]
+
+        ``input`` is one tensor, or a list of one tensor per rank. The output may be this rank's own part of the input.
+        """
+        code, factor = _reduce_op(op, factor)
+        pending = self._comm.reduce_scatter(output, input, counts, code, factor, timeout_s or 0.0, async_op)
+        return None if pending is None else Handle(pending, "reduce_scatter", output)
+
+    def gather(
+        self,
+        output: Tensors | None,
+        input: torch.Tensor,
+        root: int,
+        counts: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Handle | None:
+        """Puts every rank's input behind one another on the root; ``output`` and ``counts`` are read there only."""
+        pending = self._comm.gather(output, input, root, counts, timeout_s or 0.0, async_op)
+        return None if pending is None else Handle(pending, "gather", output)
+
+    def scatter(
+        self,
+        output: torch.Tensor,
+        input: Tensors | None,
+        root: int,
+        counts: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Handle | None:
+        """Gives each rank its part of the root's input; ``input`` and ``counts`` are read on the root only."""
+        pending = self._comm.scatter(output, input, root, counts, timeout_s or 0.0, async_op)
+        return None if pending is None else Handle(pending, "scatter", output)
+
+    def all_to_all(
+        self,
+        output: Tensors,
+        input: Tensors,
+        output_counts: Sequence[int] | None = None,
+        input_counts: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Handle | None:
+        """Sends part j of rank i's input to part i of rank j's output::
+
+            rank 0  [1, 2]         [1, 10]
+            rank 1  [10, 20]   ->  [2, 20]
+        """
+        pending = self._comm.all_to_all(output, input, output_counts, input_counts, timeout_s or 0.0, async_op)
+        return None if pending is None else Handle(pending, "all_to_all", output)
+
+    def barrier(self, *, async_op: bool = False, timeout_s: float | None = None) -> Handle | None:
+        """Returns when every rank has called it."""
+        pending = self._comm.barrier(timeout_s or 0.0, async_op)
+        return None if pending is None else Handle(pending, "barrier", None)
+
+    def send(
+        self, tensor: torch.Tensor, dst: int, tag: int = 0, *, async_op: bool = False, timeout_s: float | None = None
+    ) -> Handle | None:
+        """Sends a tensor to one rank. Messages with the same tag arrive in order; up to 64 KiB it does not wait."""
+        pending = self._comm.send(tensor, dst, tag, timeout_s or 0.0, async_op)
+        return Handle(pending, "send", tensor) if async_op else None
+
+    def recv(
+        self,
+        tensor: torch.Tensor,
+        src: int | None = None,
+        tag: int = 0,
+        *,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Handle | int:
+        """Receives a tensor of the same size and dtype from ``src``, or from anyone; returns the rank it came from."""
+        pending = self._comm.recv(tensor, -1 if src is None else _known(src), tag, timeout_s or 0.0, async_op)
+        return Handle(pending, "recv", tensor) if async_op else int(pending)
+
+
+def _known(src: int) -> int:
+    if src < 0:
+        raise ValueError(f"argument 'src' must be a rank, or None for any, got {src}")
+    return src
+
+
+class _Closed:
+    """Stands where a closed group's communicator was."""
+
+    def __init__(self, group: Group) -> None:
+        self._words = f'group "{group.name}" was closed on this rank'
+
+    def __getattr__(self, name: str) -> Any:
+        raise ClosedError(self._words)
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Tells the peers of every open group that this process ends, and stops progress threads before Python goes."""
+    for group in list(_open_groups):
+        comm, group._comm = group._comm, _Closed(group)  # type: ignore[assignment]
+        comm.close("its process ended", 0.0)

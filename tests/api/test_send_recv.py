@@ -1,0 +1,131 @@
+"""send and recv: sizes, dtypes, memory kinds between every pair, tags, any source."""
+
+import pytest
+import torch
+
+from tests.calls import LIMIT_S, Call, Placed, sampled, threshold_counts, unwritten
+from tests.reference import MOVABLE, difference, dtype_of, make_input
+
+KINDS = ("hh", "oo", "ho", "oh")  # sender's and receiver's memory
+
+
+def _messages(group, messages):
+    """Each message is (source, destination, Call); complaints of this rank."""
+    complaints = []
+    for index, (source, destination, call) in enumerate(messages):
+        content = make_input(call.dtype, call.counts, source, call.seed)
+        if group.rank == source:
+            placed = Placed(content, call.kinds[0][0], call)
+            assert group.send(placed.tensor, destination, tag=call.seed, timeout_s=LIMIT_S) is None
+            found = difference(placed.flat, content)
+        elif group.rank == destination:
+            placed = Placed(unwritten(call.counts, dtype_of(call.dtype)), call.kinds[0][1], call)
+            came_from = group.recv(placed.tensor, source, tag=call.seed, timeout_s=LIMIT_S)
+            found = difference(placed.flat, content)
+            if came_from != source:
+                complaints.append(f"recv returned source {came_from}, not {source}")
+        else:
+            continue
+        if found or not placed.guards_hold():
+            complaints.append(f"message {index} {source}->{destination} {call}: {found or 'guards written'}")
+    return complaints
+
+
+def _check(pool, messages):
+    lines = [
+        f"rank {rank}: {line}" for rank, found in enumerate(pool.run(_messages, messages)) for line in found
+    ]
+    assert not lines, "\n".join(lines[:12])
+
+
+def _pairs(size):
+    return [(a, b) for a in range(size) for b in range(size) if a != b]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_sizes_and_kinds(pool, size):
+    axes = {"pair": _pairs(size), "count": threshold_counts("float32", size), "kinds": KINDS, "shift": (0, 1)}
+    messages = [
+        (*p["pair"], Call("send", counts=p["count"], kinds=(p["kinds"],), shift=p["shift"], seed=seed))
+        for seed, p in enumerate(sampled(200, **axes))
+    ]
+    _check(pool, messages)
+
+
+@pytest.mark.parametrize("size", [2])
+def test_dtypes_and_large(pool, size):
+    axes = {"dtype": MOVABLE, "count": (1, 5, 4097, 70_000), "kinds": KINDS, "pair": _pairs(size)}
+    messages = [
+        (*p["pair"], Call("send", p["dtype"], p["count"], kinds=(p["kinds"],), seed=seed))
+        for seed, p in enumerate(sampled(4 * len(MOVABLE), **axes))
+    ]
+    for seed, kinds in enumerate(KINDS):
+        messages.append(
+            (seed % 2, 1 - seed % 2, Call("send", counts=4_500_001, kinds=(kinds,), shift=1, seed=seed))
+        )
+    _check(pool, messages)
+
+
+def _many_to_one(group, rounds, count):
+    """Rank 0 takes from anybody; the payload tells who sent it."""
+    if group.rank != 0:
+        for turn in range(rounds):
+            group.send(torch.full((count,), 1000.0 * group.rank + turn), 0, tag=5, timeout_s=LIMIT_S)
+        return None
+    turns = [0] * group.size
+    got = torch.empty(count)
+    for _ in range(rounds * (group.size - 1)):
+        source = group.recv(got, tag=5, timeout_s=LIMIT_S)
+        want = torch.full((count,), 1000.0 * source + turns[source])
+        assert torch.equal(got, want), (
+            f"from {source}, turn {turns[source]}: got {got[0]}..{got[-1]}, want {want[0]}"
+        )
+        turns[source] += 1
+    return turns
+
+
+@pytest.mark.parametrize("count", [1, 3000, 300_000])
+@pytest.mark.parametrize("size", [2, 4])
+def test_any_source_keeps_each_senders_order(pool, size, count):
+    assert pool.run(_many_to_one, 6, count)[0] == [0] + [6] * (size - 1)
+
+
+def _tags_out_of_order(group, count):
+    """Rank 0 sends tags 1..4; rank 1 takes 3, 1, 4, 2."""
+    if group.rank == 0:
+        kept = [torch.full((count,), float(tag)) for tag in (1, 2, 3, 4)]
+        handles = [group.send(t, 1, tag=tag, async_op=True) for tag, t in enumerate(kept, start=1)]
+        for handle in handles:
+            handle.wait(LIMIT_S)
+    elif group.rank == 1:
+        for tag in (3, 1, 4, 2):
+            got = torch.zeros(count)
+            assert group.recv(got, 0, tag=tag, timeout_s=LIMIT_S) == 0
+            assert torch.equal(got, torch.full((count,), float(tag))), f"tag {tag}: got {got[0].item()}"
+    group.barrier()
+
+
+@pytest.mark.parametrize("count", [2, 5000, 200_000])
+@pytest.mark.parametrize("size", [2, 3])
+def test_tags_out_of_order(pool, size, count):
+    pool.run(_tags_out_of_order, count)
+
+
+def _between_collectives(group):
+    """p2p in a ring between collectives: neither disturbs the other."""
+    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    total = torch.zeros(1)
+    for turn in range(30):
+        mine, got = torch.full((100,), float(turn * 10 + group.rank)), torch.empty(100)
+        sending = group.send(mine, right, tag=turn, async_op=True)
+        group.recv(got, left, tag=turn, timeout_s=LIMIT_S)
+        sending.wait(LIMIT_S)
+        assert torch.equal(got, torch.full((100,), float(turn * 10 + left)))
+        total.fill_(1)
+        group.all_reduce(total, timeout_s=LIMIT_S)
+        assert total.item() == group.size
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_between_collectives(pool, size):
+    pool.run(_between_collectives)
