@@ -132,6 +132,9 @@ class Group {
 
   struct Patience;  // how long the present wait has lasted, and what to do next
   bool rest(Call& call, Patience& patience, const Flag* sleep_on, uint64_t seen);  // true: look at health now
+  void set_deadline(Call& call, int64_t now) const {
+    call.deadline_ns = now + (call.timeout_ns ? call.timeout_ns : facts_.timeout_ns);
+  }
   Code lost(Call& call, std::vector<int> peers);
   Code timed_out(Call& call, const std::vector<int>& late);
   Code break_with(Call& call, Code code, std::string text, std::vector<int> peers);

@@ -59,8 +59,7 @@ void Group::publish(Flag& flag, uint64_t value) {
 bool Group::rest(Call& call, Patience& patience, const Flag* sleep_on, uint64_t seen) {
   if (patience.begin_ns == 0) {
     patience.begin_ns = patience.last_look_ns = now_ns();
-    if (call.deadline_ns == 0)
-      call.deadline_ns = patience.begin_ns + (call.timeout_ns ? call.timeout_ns : facts_.timeout_ns);
+    if (call.deadline_ns == 0) set_deadline(call, patience.begin_ns);
   }
   if (!facts_.crowded && patience.turns < 64) {
     for (int i = 0; i < 32; i++) pause_cpu();

@@ -42,7 +42,9 @@ Code Group::health(Call& call, Owes owes) {
     if (link && owes(r) && link->look(facts_.id) != Link::State::alive && owes(r)) gone.push_back(r);
   }
   if (!gone.empty()) return lost(call, gone);
-  if (now_ns() > call.deadline_ns) {
+  if (int64_t now = now_ns(); call.deadline_ns == 0) {
+    set_deadline(call, now);
+  } else if (now > call.deadline_ns) {
     std::vector<int> late;
     for (int r = 0; r < size(); r++)
       if (r != rank() && owes(r)) late.push_back(r);
