@@ -74,11 +74,11 @@ enum class Phase : uint8_t { descriptor, exit, staged, reduced, copied, note, co
 
 struct alignas(kLineBytes) AbortLine {
   Flag code;  // 0: alive; otherwise Code, written once after the text
-  int32_t peers[8];
   uint64_t seq;
-  char text[72];
+  int32_t peers[16];
+  char text[176];
 };
-static_assert(sizeof(AbortLine) == kLineBytes);
+static_assert(sizeof(AbortLine) == 2 * kLineBytes);
 
 // Point-to-point: for every ordered pair (sender, receiver) a ring of letters in the sender's block and a ring of
 // replies in the receiver's. Letter i lives in entry i % depth until reply i says done.
@@ -121,9 +121,9 @@ class Block {
   std::byte* base() const { return base_; }
   Descriptor& descriptor(uint64_t seq) const { return at<Descriptor>(0)[seq % 2]; }
   AbortLine& abort() const { return *at<AbortLine>(2 * kLineBytes); }
-  std::atomic<uint32_t>& asleep() const { return *at<std::atomic<uint32_t>>(3 * kLineBytes); }
+  std::atomic<uint32_t>& asleep() const { return *at<std::atomic<uint32_t>>(4 * kLineBytes); }
   Flag& flag(Phase phase) const {  // all but descriptor
-    return at<FlagLine>(4 * kLineBytes)[static_cast<size_t>(phase)].value;
+    return at<FlagLine>(5 * kLineBytes)[static_cast<size_t>(phase)].value;
   }
   char* note() const { return at<char>(kNoteAt); }
   TableEntry* table(uint64_t seq) const { return at<TableEntry>(kTablesAt + seq % 2 * table_bytes(size_)); }
@@ -142,7 +142,7 @@ class Block {
   std::byte* stage_out(uint64_t piece) const { return stage_in(piece) + kStageDepth * kStageBytes; }
 
  private:
-  static constexpr size_t kNoteAt = (4 + static_cast<size_t>(Phase::count_)) * kLineBytes;
+  static constexpr size_t kNoteAt = (5 + static_cast<size_t>(Phase::count_)) * kLineBytes;
   static constexpr size_t kTablesAt = kNoteAt + 512;
   static constexpr size_t round(size_t n) { return (n + kLineBytes - 1) / kLineBytes * kLineBytes; }
   static size_t pairs_at(int size) { return kTablesAt + 2 * table_bytes(size); }

@@ -3,7 +3,8 @@
 // All five are sets of segments (from, to). A segment that both ends can see may be copied by anyone, so those are dealt
 // out until every rank has the same number of bytes to write; one end visible: the other end copies; no end visible:
 // the sender puts it piece by piece into its stage ring and the receiver takes it out. Invariant: ranks deal with the same
-// arguments (descriptors only), so every segment is copied exactly once.
+// arguments (descriptors only), so every segment is copied exactly once. Where everybody gets the same bytes (all_gather,
+// broadcast) and all of it is visible, the bytes are cut instead: a rank loads its range once and stores it to all outputs.
 #include <algorithm>
 #include <vector>
 
@@ -15,6 +16,7 @@ namespace {
 
 constexpr size_t kLeastCut = 64 << 10;  // smaller leftovers are not worth another rank's attention
 constexpr size_t kBlock = 4 << 20;      // between two looks at the group's health
+constexpr size_t kTile = 16 << 10;      // stays in the first cache while it goes to every output
 constexpr size_t kRing = 2 * kStageDepth;
 
 }  // namespace
@@ -55,7 +57,59 @@ Code Mover::copy_block(std::byte* to, const std::byte* from, size_t n, bool stre
   return Code::ok;
 }
 
+Code Mover::copy_to_all(bool& done) {
+  done = false;
+  size_t total = 0;
+  for (int from = 0; from < size_; from++) {
+    size_t n = bytes(segment(from, me_));
+    if (n == 0) continue;
+    total += n;
+    const Descriptor& d = descriptor(from);
+    if (d.input == Holder::place && !d.in) return Code::ok;
+  }
+  if (total * static_cast<size_t>(size_) < stream_threshold()) return Code::ok;
+  for (int to = 0; to < size_; to++) {
+    const Descriptor& d = descriptor(to);
+    for (int from = 0; from < size_; from++)
+      if (segment(from, to) && !(d.has_table && entry(to, from).out_count ? entry(to, from).out : d.out)) return Code::ok;
+  }
+  done = true;
+  const auto ranks = static_cast<size_t>(size_);
+  const size_t lo = total / 64 * static_cast<size_t>(me_) / ranks * 64;
+  const size_t hi = me_ + 1 == size_ ? total : total / 64 * static_cast<size_t>(me_ + 1) / ranks * 64;
+  std::vector<std::byte*> targets(ranks);
+  size_t begin = 0, since = 0;
+  for (int from = 0; from < size_; from++) {
+    size_t n = bytes(segment(from, me_));
+    size_t a = std::max(lo, begin), b = std::min(hi, begin + n);
+    if (a < b) {
+      const std::byte* source = segment_source(from, me_);
+      bool sound = source != nullptr;
+      for (int to = 0; to < size_; to++) {
+        targets[static_cast<size_t>(to)] = segment_target(from, to);
+        sound = sound && targets[static_cast<size_t>(to)];
+      }
+      if (!sound) return g_.break_with(c_, Code::system, "a rank published an impossible place", {from});
+      for (size_t at = a - begin; at < b - begin; at += kTile) {
+        size_t part = std::min(kTile, b - begin - at);
+        for (size_t to = 0; to < ranks; to++)
+          if (targets[to] != source) copy_stream(targets[to] + at, source + at, part);
+        since += part * ranks;
+        if (since >= 8 * kBlock)
+          if (Code code = pause(since); code != Code::ok) return code;
+      }
+    }
+    begin += n;
+  }
+  return leave();
+}
+
 Code Mover::copy_shared() {
+  if (c_.verb == Verb::all_gather || c_.verb == Verb::broadcast) {
+    bool done;
+    Code code = copy_to_all(done);
+    if (done) return code;
+  }
   struct Segment {
     int from, to;
     size_t bytes;

@@ -33,6 +33,7 @@ class Mover {
   // copy_verbs.cc: broadcast, all_gather, gather, scatter, all_to_all
   Code copy_buffered();
   Code copy_shared();
+  Code copy_to_all(bool& done);
   Code copy_staged(const std::vector<size_t>& staged);
   size_t segment(int from, int to) const;                    // elements that go from one rank to another
   const std::byte* segment_source(int from, int to) const;  // null: not visible here

@@ -109,7 +109,6 @@ void reduce_streaming(const KernelTable& table, Kernel kernel, KernelTask task, 
   void* const into_tile[] = {tile};
   task.dst = into_tile;
   task.ndst = 1;
-  task.dst_offset = 0;
   const size_t total = task.bytes;
   // A short first tile, so that the others begin and end on cache lines of the first output (and of the
   // others where these are aligned alike): a line that is written in two parts is slow.
@@ -165,7 +164,6 @@ void reduce(const Reduction& r) {
                   .dst = r.dst,
                   .ndst = r.ndst,
                   .src_offset = 0,
-                  .dst_offset = 0,
                   .bytes = bytes,
                   .factors = r.op == RedOp::premul_sum ? r.factors : nullptr};
   if (r.stream) {

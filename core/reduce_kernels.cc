@@ -191,7 +191,7 @@ UNISONO_INLINE const char* source(const KernelTask& task, size_t s) {
 }
 
 UNISONO_INLINE char* output(const KernelTask& task, size_t d) {
-  return static_cast<char*>(task.dst[d]) + task.dst_offset;
+  return static_cast<char*>(task.dst[d]);
 }
 
 // The last bytes, fewer than a vector: the same steps on zero-padded copies.

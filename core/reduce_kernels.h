@@ -15,7 +15,6 @@ struct KernelTask {
   void* const* dst;
   size_t ndst;
   size_t src_offset;  // bytes added to every source pointer
-  size_t dst_offset;  // bytes added to every output pointer
   size_t bytes;
   const double* factors;
 };

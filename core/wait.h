@@ -36,7 +36,8 @@ Code Group::health(Call& call, Owes owes) {
       if (about.empty()) about.push_back(r);
       std::string words(line.text, strnlen(line.text, sizeof line.text));
       Code kind = static_cast<Code>(code) == Code::interrupted ? Code::aborted : static_cast<Code>(code);
-      return break_with(call, kind, words + " (reported by rank " + std::to_string(r) + ")", about);
+      if (words.find("(reported by") == std::string::npos) words += " (reported by rank " + std::to_string(r) + ")";
+      return break_with(call, kind, words, about);
     }
     const auto& link = peer(r).link;
     if (link && owes(r) && link->look(facts_.id) != Link::State::alive && owes(r)) gone.push_back(r);

@@ -7,12 +7,15 @@ are ordered by that size, so that each pool starts once; at most two pools are a
 from __future__ import annotations
 
 import gc
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import FileStore
 
+import unisono
 from tests import leaks
 from unisono.testing import RankPool, run_ranks, stop_nursery
 
@@ -73,8 +76,11 @@ def rank_holdings(group: Any) -> leaks.Holdings:
 
 @pytest.fixture(scope="session", autouse=True)
 def nursery() -> Iterator[None]:
-    """Start the process that ranks are forked from before any test counts processes."""
+    """Start the process that ranks are forked from, and this process's heap, before any test counts."""
     run_ranks(1, _nothing)
+    unisono.zeros(1)
+    with tempfile.TemporaryDirectory() as folder:
+        unisono.Group.from_store(FileStore(f"{folder}/store", 1), 0, 1).close()
     yield
     stop_nursery()
 

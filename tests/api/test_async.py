@@ -121,7 +121,10 @@ def _not_yet(group):
     t = torch.ones(5)
     if group.rank == 0:
         handle = part.all_reduce(t, async_op=True)
-        assert not handle.is_completed() and t.tolist() == [1.0] * 5
+        assert not handle.is_completed() and handle.exception() is None and t.tolist() == [1.0] * 5
+        with pytest.raises(unisono.CollectiveTimeoutError):
+            handle.wait(0.05)  # only this wait ends, the call goes on
+        assert not handle.is_completed()
     group.barrier()
     if group.rank != 0:
         handle = part.all_reduce(t, async_op=True)

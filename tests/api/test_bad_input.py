@@ -2,6 +2,7 @@
 get MismatchError on all of them. Nothing is written, and the group goes on."""
 
 import contextlib
+import re
 import warnings
 
 import pytest
@@ -177,7 +178,11 @@ def _local(group, names, who):
                 complaints.append(f"{name}: no error")
             if not new.untouched():
                 complaints.append(f"{name}: something was written")
-        if not _works(group):
+        try:
+            works = _works(group)
+        except unisono.UnisonoError as error:
+            raise AssertionError(f"the first call after {name!r}: {error}") from error
+        if not works:
             complaints.append(f"{name}: the group gives wrong numbers afterwards")
     return complaints
 
@@ -297,7 +302,8 @@ def _p2p_mismatch(group):
         new = Outputs()
         with pytest.raises(unisono.MismatchError) as caught:
             group.recv(new(15), 0, tag=1, timeout_s=30)
-        assert "20" in str(caught.value) and "15" in str(caught.value), caught.value
+        numbers = set(re.findall(r"\d+", str(caught.value)))
+        assert numbers >= {"20", "15"} or numbers >= {"80", "60"}, caught.value  # elements or bytes
         assert new.untouched()
     assert _works(group)
 

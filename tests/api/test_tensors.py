@@ -218,7 +218,7 @@ def _fork(group):
     assert t.unique().tolist() == [want], "the child's write is seen by the parent"
     for label, use in (
         ("all_reduce", lambda: group.all_reduce(torch.ones(2))),
-        ("async", lambda: group.all_reduce(torch.ones(2), async_op=True)),
+        ("async", lambda: group.all_reduce(torch.ones(2), async_op=True).wait(5)),
         ("barrier", lambda: group.barrier(timeout_s=5)),
         ("send", lambda: group.send(torch.ones(2), (group.rank + 1) % group.size)),
     ):

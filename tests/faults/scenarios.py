@@ -169,8 +169,8 @@ def wait_on_handle(line: Line, group: Any) -> None:
     line.tell("inside")
     if line.rank in line.options["late"]:
         line.hear()
-    handle = group.all_reduce(tensor(line, 1000), async_op=True)
-    handle.wait(line.options.get("call_timeout_s"))
+    limit_s = line.options.get("call_timeout_s")
+    group.all_reduce(tensor(line, 1000), async_op=True, timeout_s=limit_s).wait()
 
 
 def receiving(line: Line, group: Any) -> None:
