@@ -46,7 +46,15 @@ nb::object error_of(const Failure& f, const std::string& group, int rank) {
   nb::raise_python_error();
 }
 
-int64_t nanoseconds(double seconds) { return seconds <= 0 ? 0 : static_cast<int64_t>(std::min(seconds, 9e9) * 1e9); }
+int64_t nanoseconds(double seconds) { return static_cast<int64_t>(std::min(seconds, 9e9) * 1e9); }
+
+// Of a call: 0 stands for the group's.
+int64_t call_timeout(double seconds) {
+  if (seconds == 0) return 0;
+  if (!(seconds > 0))
+    throw nb::value_error(("argument 'timeout_s' must be positive, got " + std::to_string(seconds)).c_str());
+  return std::max<int64_t>(nanoseconds(seconds), 1);
+}
 
 // Two tensors may be the same memory or apart, never partly over each other.
 bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
@@ -140,7 +148,7 @@ class Communicator {
     Call call;
     View in = view_tensor(tensor, "tensor");
     call.verb = Verb::all_reduce;
-    reducing(call, in.dtype, op, factor);
+    reducing(call, tensor, in.dtype, op, factor);
     call.count = in.count;
     call.in = call.out = in.data;
     if (!out.is_none()) call.out = same_size(out, "out", in, in.count);
@@ -148,19 +156,19 @@ class Communicator {
     return finish(call, {}, {}, keep(tensor, out), timeout_s, async);
   }
 
-  nb::object reduce(nb::handle tensor, int root, nb::handle out, int op, double factor, double timeout_s, bool async) {
+  nb::object reduce(nb::handle tensor, nb::handle root, nb::handle out, int op, double factor, double timeout_s, bool async) {
     Call call;
     View in = view_tensor(tensor, "tensor");
     call.verb = Verb::reduce;
-    reducing(call, in.dtype, op, factor);
+    reducing(call, tensor, in.dtype, op, factor);
     call.root = checked_rank(root, "root");
     call.count = in.count;
     call.in = in.data;
-    if (rank_ == root) call.out = out.is_none() ? in.data : same_size(out, "out", in, in.count);
+    if (rank_ == call.root) call.out = out.is_none() ? in.data : same_size(out, "out", in, in.count);
     return finish(call, {}, {}, keep(tensor, out), timeout_s, async);
   }
 
-  nb::object broadcast(nb::handle tensor, int root, double timeout_s, bool async) {
+  nb::object broadcast(nb::handle tensor, nb::handle root, double timeout_s, bool async) {
     Call call;
     View in = view_tensor(tensor, "tensor");
     call.verb = Verb::broadcast;
@@ -191,7 +199,7 @@ class Communicator {
     View out = view_tensor(output, "output");
     Parts in = parts_of(input, "input", counts, "counts");
     call.verb = Verb::reduce_scatter;
-    reducing(call, out.dtype, op, factor);
+    reducing(call, output, out.dtype, op, factor);
     same_dtype(in, "input", out.dtype, "output");
     expect(out.count, in.parts[static_cast<size_t>(rank_)].count, "argument 'output' must have as many elements as this rank's part of 'input'");
     call.count = out.count;
@@ -200,7 +208,7 @@ class Communicator {
     return finish(call, std::move(in.parts), {}, keep(output, input), timeout_s, async);
   }
 
-  nb::object gather(nb::handle output, nb::handle input, int root, nb::handle counts, double timeout_s, bool async) {
+  nb::object gather(nb::handle output, nb::handle input, nb::handle root, nb::handle counts, double timeout_s, bool async) {
     Call call;
     View in = view_tensor(input, "input");
     call.verb = Verb::gather;
@@ -209,7 +217,7 @@ class Communicator {
     call.count = in.count;
     call.in = in.data;
     Parts out;
-    if (rank_ == root) {
+    if (rank_ == call.root) {
       out = parts_of(output, "output", counts, "counts");
       same_dtype(out, "output", in.dtype, "input");
       expect(in.count, out.parts[static_cast<size_t>(rank_)].count, "argument 'input' must have as many elements as this rank's part of 'output'");
@@ -218,7 +226,7 @@ class Communicator {
     return finish(call, {}, std::move(out.parts), keep(output, input), timeout_s, async);
   }
 
-  nb::object scatter(nb::handle output, nb::handle input, int root, nb::handle counts, double timeout_s, bool async) {
+  nb::object scatter(nb::handle output, nb::handle input, nb::handle root, nb::handle counts, double timeout_s, bool async) {
     Call call;
     View out = view_tensor(output, "output");
     call.verb = Verb::scatter;
@@ -227,7 +235,7 @@ class Communicator {
     call.count = out.count;
     call.out = out.data;
     Parts in;
-    if (rank_ == root) {
+    if (rank_ == call.root) {
       in = parts_of(input, "input", counts, "counts");
       same_dtype(in, "input", out.dtype, "output");
       expect(out.count, in.parts[static_cast<size_t>(rank_)].count, "argument 'output' must have as many elements as this rank's part of 'input'");
@@ -253,11 +261,12 @@ class Communicator {
     return finish(call, std::move(in.parts), std::move(out.parts), keep(output, input), timeout_s, async);
   }
 
-  nb::object send(nb::handle tensor, int peer, int64_t tag, double timeout_s, bool async) {
-    return mail(tensor, checked_rank(peer, "dst"), tag, timeout_s, async, true);
+  nb::object send(nb::handle tensor, nb::handle peer, nb::handle tag, double timeout_s, bool async) {
+    return mail(tensor, another_rank(peer, "dst"), whole_number(tag, "tag"), timeout_s, async, true);
   }
-  nb::object recv(nb::handle tensor, int peer, int64_t tag, double timeout_s, bool async) {
-    return mail(tensor, peer == -1 ? -1 : checked_rank(peer, "src"), tag, timeout_s, async, false);
+  nb::object recv(nb::handle tensor, nb::handle peer, nb::handle tag, double timeout_s, bool async) {
+    int from = peer.is_none() ? -1 : another_rank(peer, "src");
+    return mail(tensor, from, whole_number(tag, "tag"), timeout_s, async, false);
   }
 
   void close(const std::string& reason, double linger_s) {
@@ -303,30 +312,47 @@ class Communicator {
     if (!group().heap().holds(v.data)) throw nb::value_error("argument 'tensor' is not in this process's heap");
     return static_cast<uint64_t>(v.data - group().heap().base());
   }
-  nb::object peer_bytes(int rank, uint64_t offset, uint64_t bytes) {
-    const Peer& peer = group().peer(checked_rank(rank, "rank"));
+  nb::object peer_bytes(nb::handle who, uint64_t offset, uint64_t bytes) {
+    int rank = checked_rank(who, "rank");
+    const Peer& peer = group().peer(rank);
     std::byte* at = group().resolve(Place::at(rank, offset), bytes);
     if (!at) throw nb::value_error("the place lies outside of that rank's heap");
     return wrap_bytes(at, bytes, peer.mapping);
   }
 
  private:
-  int checked_rank(int r, const char* argument) const {
+  static int64_t whole_number(nb::handle object, const char* argument) {
+    nb::object index = nb::steal(PyNumber_Index(object.ptr()));
+    int64_t n = 0;
+    if (index.is_valid() && nb::try_cast(index, n)) return n;
+    PyErr_Clear();
+    throw nb::type_error(("argument '" + std::string(argument) + "' must be a whole number, got " +
+                          nb::cast<std::string>(nb::repr(object))).c_str());
+  }
+  int checked_rank(nb::handle object, const char* argument) const {
+    int64_t r = whole_number(object, argument);
     if (r < 0 || r >= size_)
       throw nb::value_error(("argument '" + std::string(argument) + "' must be a rank from 0 to " + std::to_string(size_ - 1) +
                              ", got " + std::to_string(r)).c_str());
+    return static_cast<int>(r);
+  }
+  int another_rank(nb::handle object, const char* argument) const {
+    int r = checked_rank(object, argument);
+    if (r == rank_)
+      throw nb::value_error(("argument '" + std::string(argument) + "' must be another rank than this one, " + std::to_string(r)).c_str());
     return r;
   }
   static void expect(size_t got, size_t wanted, const char* what) {
     if (got != wanted)
       throw nb::value_error((std::string(what) + ": expected " + std::to_string(wanted) + ", got " + std::to_string(got)).c_str());
   }
-  static void reducing(Call& call, DType dtype, int op, double factor) {
+  static void reducing(Call& call, nb::handle tensor, DType dtype, int op, double factor) {
     call.dtype = dtype;
     call.op = static_cast<RedOp>(op);
     call.factor = factor;
     if (!reduction_exists(dtype, call.op))
-      throw nb::type_error(("argument 'op': " + std::string(redop_name(call.op)) + " is not defined for " + dtype_name(dtype)).c_str());
+      throw nb::type_error(("argument 'op': " + std::string(redop_name(call.op)) + " is not defined for " +
+                            nb::cast<std::string>(nb::str(nb::object(tensor.attr("dtype"))))).c_str());
   }
   std::byte* same_size(nb::handle out, const char* argument, const View& in, size_t count) const {
     View v = view_tensor(out, argument);
@@ -392,12 +418,15 @@ class Communicator {
       }
       return p;
     }
+    if (!PySequence_Check(counts.ptr()))
+      throw nb::type_error(("argument '" + std::string(counts_argument) + "' must be a sequence of whole numbers, got " +
+                            nb::cast<std::string>(nb::repr(counts))).c_str());
     if (nb::len(counts) != static_cast<size_t>(size_))
       throw nb::value_error(("argument '" + std::string(counts_argument) + "' must have one number per rank: expected " +
                              std::to_string(size_) + ", got " + std::to_string(nb::len(counts))).c_str());
     size_t sum = 0;
     for (size_t i = 0; i < p.parts.size(); i++) {
-      int64_t n = nb::cast<int64_t>(counts[i]);
+      int64_t n = whole_number(counts[i], counts_argument);
       if (n < 0)
         throw nb::value_error(("argument '" + std::string(counts_argument) + "' must not be negative, got " + std::to_string(n) +
                                " for rank " + std::to_string(i)).c_str());
@@ -412,7 +441,7 @@ class Communicator {
     if (sum != v.count)
       throw nb::value_error(("argument '" + std::string(counts_argument) + "' must add up to the " + std::to_string(v.count) +
                              " elements of '" + argument + "', got " +
-                             nb::cast<std::string>(nb::str(nb::list(counts)))).c_str());
+                             nb::cast<std::string>(nb::repr(counts))).c_str());
     return p;
   }
 
@@ -425,9 +454,12 @@ class Communicator {
 
   // The short way of a synchronous call on one tensor: no list, no ticket.
   nb::object now(Call& call, nb::handle tensor, double timeout_s) {
-    call.timeout_ns = nanoseconds(timeout_s);
+    call.timeout_ns = call_timeout(timeout_s);
     call.may_interrupt = true;
-    call.describe = [tensor] { return words_now(tensor); };
+    call.describe = [&call, tensor] {
+      nb::gil_scoped_acquire gil;
+      return call_words(call) + tensor_words(tensor) + "   " + site();
+    };
     Code code;
     {
       nb::gil_scoped_release release;
@@ -435,16 +467,6 @@ class Communicator {
     }
     if (code != Code::ok) raise(call.failure, name(), rank_);
     return nb::none();
-  }
-
-  static std::string words_now(nb::handle tensor) {
-    nb::gil_scoped_acquire gil;
-    try {
-      return tensor_words(tensor) + "   " + nb::cast<std::string>(hooks.call_site());
-    } catch (...) {
-      PyErr_Clear();
-      return tensor_words(tensor);
-    }
   }
 
   static std::string list_words(const nb::list& tensors) {
@@ -464,7 +486,7 @@ class Communicator {
 
   nb::object finish(Call& call, std::vector<Part> in_parts, std::vector<Part> out_parts, nb::list tensors, double timeout_s,
                     bool async) {
-    call.timeout_ns = nanoseconds(timeout_s);
+    call.timeout_ns = call_timeout(timeout_s);
     if (!async) {
       call.in_parts = in_parts.empty() ? nullptr : in_parts.data();
       call.out_parts = out_parts.empty() ? nullptr : out_parts.data();
@@ -528,7 +550,7 @@ class Communicator {
     message->dtype = v.dtype;
     Call call;
     call.verb = sending ? Verb::send : Verb::recv;
-    call.timeout_ns = nanoseconds(timeout_s);
+    call.timeout_ns = call_timeout(timeout_s);
     if (async) {
       auto ticket = std::make_shared<Ticket>();
       ticket->call = std::move(call);
@@ -669,7 +691,7 @@ NB_MODULE(_core, m) {
       .def("all_to_all", &Communicator::all_to_all, "output"_a, "input"_a, "output_counts"_a.none(), "input_counts"_a.none(),
            "timeout_s"_a, "async"_a)
       .def("send", &Communicator::send)
-      .def("recv", &Communicator::recv)
+      .def("recv", &Communicator::recv, "tensor"_a, "src"_a.none(), "tag"_a, "timeout_s"_a, "async"_a)
       .def("close", &Communicator::close)
       .def("abort", &Communicator::abort)
       .def("make_block", &Communicator::make_block)

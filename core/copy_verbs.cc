@@ -40,7 +40,7 @@ Code Mover::copy_buffered() {
     if (n == 0) continue;
     const std::byte* source = segment_source(from, me_);
     std::byte* target = segment_target(from, me_);
-    if (source != target) std::memcpy(target, source, n);
+    if (source != target) copy_bytes(target, source, n);
   }
   return Code::ok;
 }
@@ -49,7 +49,7 @@ Code Mover::copy_block(std::byte* to, const std::byte* from, size_t n, bool stre
   if (to == from) return Code::ok;
   for (size_t done = 0; done < n; done += kBlock) {
     size_t part = std::min(kBlock, n - done);
-    stream ? copy_stream(to + done, from + done, part) : copy(to + done, from + done, part);
+    stream ? copy_stream(to + done, from + done, part) : copy_bytes(to + done, from + done, part);
     since += part;
     if (since >= 4 * kBlock)
       if (Code code = pause(since); code != Code::ok) return code;
@@ -255,7 +255,7 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
           if (!hidden(me_, to)) continue;
           size_t begin = stream_begin(me_, to), end = begin + bytes(segment(me_, to));
           size_t a = std::max(lo, begin), b = std::min(hi, end);
-          if (a < b) std::memcpy(slot + (a - lo), segment_source(me_, to) + (a - begin), b - a);
+          if (a < b) copy_bytes(slot + (a - lo), segment_source(me_, to) + (a - begin), b - a);
           if (same_for_all) break;
         }
         g_.staged_bytes_.fetch_add(hi - lo, std::memory_order_relaxed);
@@ -277,7 +277,7 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
         if (Code code = g_.await_slow(c_, Phase::staged, base + p + 1, from, nullptr); code != Code::ok) return code;
       std::byte* target = segment_target(from, me_) + (a - begin);
       const std::byte* source = ring(from, p) + (a - lo);
-      stream ? copy_stream(target, source, b - a) : copy(target, source, b - a);
+      stream ? copy_stream(target, source, b - a) : copy_bytes(target, source, b - a);
       since += b - a;
     }
     g_.publish(g_.mine_.flag(Phase::copied), base + p + 1);

@@ -124,15 +124,22 @@ void Engine::submit(std::shared_ptr<Ticket> ticket) {
 }
 
 void Engine::finish(Ticket& ticket, Code code) {
-  ticket.code = code;
-  auto callback = std::move(ticket.on_done);
   {
-    // Under the mutex, so that a waiter between its check and its sleep cannot miss it.
     std::lock_guard lock(queue_mutex_);
-    ticket.done.store(true, std::memory_order_release);  // pairs with the acquire in wait and is_completed
+    mark_done(ticket, code);
   }
+  announce(ticket);
+}
+
+// Under the queue's mutex, so that a waiter between its check and its sleep cannot miss it.
+void Engine::mark_done(Ticket& ticket, Code code) {
+  ticket.code = code;
+  ticket.done.store(true, std::memory_order_release);  // pairs with the acquire in wait and is_completed
+}
+
+void Engine::announce(Ticket& ticket) {
   changed_.notify_all();
-  if (callback) callback();
+  if (auto callback = std::move(ticket.on_done)) callback();
 }
 
 bool Engine::run_head() {
@@ -144,12 +151,14 @@ bool Engine::run_head() {
   }
   Code code = group_->run(head->call);
   {
+    // Done before the next call can begin: whoever has seen a later call end sees this one ended.
     std::lock_guard lock(queue_mutex_);
     queue_.pop_front();
     queued_.store(queue_.size(), std::memory_order_release);
+    mark_done(*head, code);
   }
   group_->run_mutex.unlock();
-  finish(*head, code);
+  announce(*head);
   group_->run_mutex.lock();
   return true;
 }

@@ -45,6 +45,8 @@ class Engine {
   void progress();
   bool run_head();  // false: nothing queued. The caller holds run_mutex; it is released around on_done.
   void finish(Ticket& ticket, Code code);
+  static void mark_done(Ticket& ticket, Code code);
+  void announce(Ticket& ticket);
   void end_pending();
 
   std::unique_ptr<Group> group_;

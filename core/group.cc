@@ -222,11 +222,11 @@ void Group::describe(Call& call, Descriptor& d) {
   }
   if (held && bytes) {
     if (!call.in_parts) {
-      std::memcpy(held, call.in, bytes);
+      copy_bytes(held, call.in, bytes);
     } else {
       for (int r = 0; r < size; r++) {
         size_t n = call.in_parts[r].count * element;
-        if (n) std::memcpy(held, call.in_parts[r].ptr, n);
+        if (n) copy_bytes(held, call.in_parts[r].ptr, n);
         held += n;
       }
     }

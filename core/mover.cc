@@ -75,7 +75,7 @@ Code Mover::run_alone() {
     void* dst = to;
     unisono::reduce({c_.dtype, c_.op, count, &src, 1, &dst, 1, &c_.factor, false});
   } else if (to != from) {
-    copy(to, from, bytes(count));
+    copy_bytes(to, from, bytes(count));
   }
   return Code::ok;
 }

@@ -112,7 +112,7 @@ bool Post::step_send(Message& m) {
     size_t free = room - (m.moved - drained), at = m.moved % room;
     size_t n = std::min({free, m.bytes - m.moved, room - at, kTurn});
     if (n == 0) break;
-    std::memcpy(m.buffer + at, m.data + m.moved, n);
+    copy_bytes(m.buffer + at, m.data + m.moved, n);
     m.moved += n;
     g_.publish(letter.filled, m.moved);
     moved = true;
@@ -178,7 +178,7 @@ bool Post::match_unasked(Message& m) {
                std::to_string(m.source) + ", which sent " + std::to_string(held.bytes) + " bytes of " + dtype_name(held.dtype),
            {m.source});
     } else if (m.bytes) {
-      std::memcpy(m.data, held.data, m.bytes);
+      copy_bytes(m.data, held.data, m.bytes);
     }
     unasked_.erase(it);
     finish(m);
@@ -229,13 +229,13 @@ bool Post::step_receive(Message& m) {
       fail(m.failure, Code::system, "a letter names an impossible place", {m.source});
       over = true;
     } else if (!staged) {
-      copy(m.data, from, m.bytes);
+      copy_bytes(m.data, from, m.bytes);
       over = true;
     } else {
       size_t filled = std::min<size_t>(letter.filled.load(std::memory_order_acquire), m.bytes);
       while (m.moved < filled) {
         size_t at = m.moved % room, n = std::min({filled - m.moved, room - at, kTurn});
-        copy(m.data + m.moved, from + at, n);
+        copy_bytes(m.data + m.moved, from + at, n);
         m.moved += n;
         g_.publish(reply.drained, m.moved);
         moved = true;

@@ -153,7 +153,7 @@ void reduce(const Reduction& r) {
   if (r.nsrc == 1 && r.op != RedOp::premul_sum && r.dtype != DType::boolean) {
     for (size_t d = 0; d < r.ndst; ++d) {
       if (r.dst[d] == r.src[0]) continue;
-      r.stream ? copy_stream(r.dst[d], r.src[0], bytes) : copy(r.dst[d], r.src[0], bytes);
+      r.stream ? copy_stream(r.dst[d], r.src[0], bytes) : copy_bytes(r.dst[d], r.src[0], bytes);
     }
     return;
   }
@@ -201,7 +201,7 @@ const char* isa_name(Isa isa) {
   return "?";
 }
 
-void copy(void* dst, const void* src, size_t bytes) {
+void copy_bytes(void* dst, const void* src, size_t bytes) {
   if (bytes == 0) return;  // the pointers may be null then
   table_of(current_isa()).copy_cached(dst, src, bytes);
 }

@@ -36,7 +36,7 @@ bool set_isa(Isa isa);           // for tests and for groups whose CPUs differ; 
 const char* isa_name(Isa isa);
 
 // Copies of non-overlapping memory. `copy_stream` bypasses the caches on the way out and fences before return.
-void copy(void* dst, const void* src, size_t bytes);
+void copy_bytes(void* dst, const void* src, size_t bytes);
 void copy_stream(void* dst, const void* src, size_t bytes);
 
 }  // namespace unisono

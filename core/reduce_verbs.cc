@@ -130,7 +130,7 @@ Code Mover::reduce_shared() {
     size_t n = piece_count(p);
     std::byte* stage = g_.mine_.stage_in(p);
     auto put = [&](size_t s, size_t element, size_t at, size_t count) {
-      std::memcpy(stage + bytes(at), in[s * ranks + self] + bytes(element), bytes(count));
+      copy_bytes(stage + bytes(at), in[s * ranks + self] + bytes(element), bytes(count));
       g_.staged_bytes_.fetch_add(bytes(count), std::memory_order_relaxed);
     };
     each(p, 0, share(n, self), put);
@@ -170,7 +170,7 @@ Code Mover::reduce_shared() {
         if (spans[s].dest != -1 && spans[s].dest != me_) return;
         const std::byte* from = g_.peer(static_cast<int>(r)).block.stage_out(p) + bytes(at);
         std::byte* to = out[s * ranks + self] + bytes(element);
-        stream ? copy_stream(to, from, bytes(count)) : copy(to, from, bytes(count));
+        stream ? copy_stream(to, from, bytes(count)) : copy_bytes(to, from, bytes(count));
       });
     }
   };

@@ -135,7 +135,7 @@ std::string tensor_words(nb::handle object) {
     if (!is_tensor(object)) return "";
     std::string dtype = attribute(object, "dtype");
     if (dtype.rfind("torch.", 0) == 0) dtype.erase(0, 6);
-    return dtype + "  " + nb::cast<std::string>(nb::str(nb::list(object.attr("shape"))));
+    return dtype + "  " + nb::cast<std::string>(nb::str(nb::steal(PySequence_List(nb::object(object.attr("shape")).ptr()))));
   } catch (...) {
     PyErr_Clear();
     return "";

@@ -69,8 +69,9 @@ def _nothing(group: Any) -> None:
     pass
 
 
-def rank_holdings(group: Any) -> leaks.Holdings:
-    gc.collect()
+def rank_holdings(group: Any, collect: bool = False) -> leaks.Holdings:
+    if collect:
+        gc.collect()
     return leaks.holdings()
 
 
@@ -116,14 +117,16 @@ def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
     starts = pool.starts if pool else 0
     before = leaks.holdings()
     yield
-    gc.collect()
     if pool is not None:
         ranks_after = pool.run(rank_holdings)  # new ranks if the test ended the old ones
         if pool.starts != starts:
             return
-    lines = [f"this process: {line}" for line in leaks.settled_growth(before)]
+    lines = []
+    if leaks.growth(before, leaks.holdings()):  # collecting garbage takes long, so only if need be
+        gc.collect()
+        lines = [f"this process: {line}" for line in leaks.settled_growth(before)]
     for rank, held in enumerate(ranks_before):
         if leaks.growth(held, ranks_after[rank]):
-            grown = leaks.settled_growth(held, lambda rank=rank: pool.run(rank_holdings)[rank])
+            grown = leaks.settled_growth(held, lambda rank=rank: pool.run(rank_holdings, True)[rank])
             lines += [f"rank {rank}: {line}" for line in grown]
     assert not lines, "left behind:\n  " + "\n  ".join(lines)

@@ -32,22 +32,19 @@ def _reduce_ops() -> dict[Any, int]:
     names = {name: code for name, code in _core.OPS.items() if name != "none"}
     table: dict[Any, int] = dict(names)
     table["prod"] = names["product"]
-    kinds = dist.ReduceOp.RedOpType
     for name, code in names.items():
-        table[getattr(kinds, name.upper())] = code
+        table[getattr(_RedOpType, name.upper())] = code
     return table
 
 
+_RedOpType = dist.ReduceOp.RedOpType
 _OPS = _reduce_ops()
 _PREMUL_SUM = _OPS["premul_sum"]
 
 
 def _reduce_op(op: Any, factor: float | None) -> tuple[int, float]:
     """The core's number of a reduce operation, and the factor of a premul_sum."""
-    try:
-        code = _OPS.get(op)
-    except TypeError:
-        code = None
+    code = _OPS.get(op) if isinstance(op, str | _RedOpType) else None
     if code is None and isinstance(op, dist.ReduceOp):
         state = op.__getstate__()
         code = _OPS[state[0]]
@@ -336,14 +333,8 @@ class Group:
         timeout_s: float | None = None,
     ) -> Handle | int:
         """Receives a tensor of the same size and dtype from ``src``, or from anyone; returns the rank it came from."""
-        pending = self._comm.recv(tensor, -1 if src is None else _known(src), tag, timeout_s or 0.0, async_op)
+        pending = self._comm.recv(tensor, src, tag, timeout_s or 0.0, async_op)
         return Handle(pending, "recv", tensor) if async_op else int(pending)
-
-
-def _known(src: int) -> int:
-    if src < 0:
-        raise ValueError(f"argument 'src' must be a rank, or None for any, got {src}")
-    return src
 
 
 class _Closed:

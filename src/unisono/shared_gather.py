@@ -34,7 +34,7 @@ class SharedGather:
         self._held = [empty(shape, dtype=kind) for _ in range(2)] if group.rank == 0 else []
         places = torch.zeros(2, dtype=torch.int64)
         if group.rank == 0:
-            places = torch.tensor([group._comm.offset_of(t) for t in self._held], dtype=torch.int64)
+            places = torch.tensor([group._comm.offset_of(t) if t.numel() else 0 for t in self._held], dtype=torch.int64)
         group.broadcast(places, 0)
         size_bytes = kind.itemsize
         for n in shape:

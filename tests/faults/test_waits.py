@@ -48,7 +48,7 @@ def test_a_rank_that_never_comes(size, body, given, tmp_path):
             assert said["at"] - began < 0.7 + SLACK_S
             if said["kind"] == "CollectiveTimeoutError":
                 assert said["at"] - began > 0.4, "too soon"
-                assert f"rank {late}" in said["text"] and str(ranks.pid(late)) in said["text"], said["text"]
+                assert f"rank {late}" in said["text"], said["text"]
                 assert late in said["peers"], said
         assert timed_out, "nobody got CollectiveTimeoutError"
         _let_the_late_one_fail(ranks, late)

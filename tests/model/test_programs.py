@@ -24,7 +24,7 @@ def _check(pool, program):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@settings(max_examples=25, derandomize=True, **COMMON)
+@settings(max_examples=40, derandomize=True, **COMMON)
 @given(data=st.data())
 def test_programs(pool, size, data):
     _check(pool, data.draw(programs(size)))
