@@ -99,7 +99,7 @@ class Pending {
       nb::gil_scoped_release release;
       over = engine_->wait(*ticket_, nanoseconds(timeout_s), true, interrupted);
     }
-    if (interrupted && PyErr_Occurred()) nb::raise_python_error();
+    if (PyErr_Occurred()) nb::raise_python_error();  // a signal handler raised while waiting
     if (over) keep_.clear();
     return over;
   }

@@ -142,13 +142,14 @@ void Engine::announce(Ticket& ticket) {
   if (auto callback = std::move(ticket.on_done)) callback();
 }
 
-bool Engine::run_head() {
+bool Engine::run_head(bool may_interrupt) {
   std::shared_ptr<Ticket> head;
   {
     std::lock_guard lock(queue_mutex_);
     if (queue_.empty()) return false;
     head = queue_.front();
   }
+  head->call.may_interrupt = may_interrupt;
   Code code = group_->run(head->call);
   {
     // Done before the next call can begin: whoever has seen a later call end sees this one ended.
@@ -172,7 +173,7 @@ bool Engine::wait(Ticket& ticket, int64_t timeout_ns, bool may_interrupt, bool& 
       post_.advance();
       if (ticket.message->finished.load(std::memory_order_acquire)) end_pending();
     } else if (timeout_ns == 0 && group_->run_mutex.try_lock()) {
-      while (!ticket.done.load(std::memory_order_acquire) && run_head()) {
+      while (!ticket.done.load(std::memory_order_acquire) && run_head(may_interrupt)) {
       }
       group_->run_mutex.unlock();
       if (ticket.done.load(std::memory_order_acquire)) break;
@@ -233,7 +234,7 @@ void Engine::progress() {
     }
     if (queued_.load(std::memory_order_acquire)) {
       if (group_->run_mutex.try_lock()) {
-        run_head();
+        run_head(false);
         group_->run_mutex.unlock();
       } else {
         // Somebody else runs the head; look again when it is done.
@@ -308,7 +309,7 @@ void Engine::close(const std::string& reason, int64_t linger_ns) {
       thread_.join();
   }
   while (group_->run_mutex.try_lock()) {
-    bool more = run_head();  // ends with the cause above
+    bool more = run_head(false);  // ends with the cause above
     group_->run_mutex.unlock();
     if (!more) break;
   }

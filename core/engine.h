@@ -43,7 +43,7 @@ class Engine {
 
  private:
   void progress();
-  bool run_head();  // false: nothing queued. The caller holds run_mutex; it is released around on_done.
+  bool run_head(bool may_interrupt);  // false: nothing queued. The caller holds run_mutex; it is released around on_done.
   void finish(Ticket& ticket, Code code);
   static void mark_done(Ticket& ticket, Code code);
   void announce(Ticket& ticket);

@@ -149,17 +149,17 @@ void Group::close(const std::string& reason) {
 }
 
 Code Group::lost(Call& call, std::vector<int> gone) {
-  // Others may have died in the same moment: give the kernel a moment to hang up their sockets as well.
+  // Others may have been killed in the same moment: give that a moment, and look at processes, not only at sockets.
   usleep(1000);
   for (int r = 0; r < facts_.size; r++)
     if (r != facts_.rank && peer(r).link && std::find(gone.begin(), gone.end(), r) == gone.end() &&
-        peer(r).link->look(facts_.id) == Link::State::died)
+        (peer(r).link->look(facts_.id) == Link::State::died || is_dying(peer(r).pid)))
       gone.push_back(r);
   std::sort(gone.begin(), gone.end());
   std::string text;
   for (int r : gone) {
     std::string reason;
-    bool left = peer(r).link->look(facts_.id, &reason) == Link::State::left;
+    bool left = peer(r).link && peer(r).link->look(facts_.id, &reason) == Link::State::left;
     if (!text.empty()) text += ", ";
     text += "rank " + std::to_string(r) + (left ? " left" : " died") + " (pid " + std::to_string(peer(r).pid) + ")";
     if (left && !reason.empty()) text += ": " + reason;
@@ -306,6 +306,10 @@ Code Group::run(Call& call) {
   }
   call.seq = ++seq_;
   if (facts_.size == 1) return Mover(*this, call).run_alone();
+  // A rank that comes after others have given up must not be served by what they left behind.
+  for (const Peer& p : peers_)
+    if (p.block.abort().code.load(std::memory_order_acquire))
+      if (Code code = health(call, [](int) { return true; }); code != Code::ok) return code;
   call.deadline_ns = 0;  // set by the first wait that is not over at once
   Descriptor& mine = mine_.descriptor(call.seq);
   describe(call, mine);

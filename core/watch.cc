@@ -82,6 +82,25 @@ void Link::say_left(uint64_t group, const std::string& reason) {
   if (socket_ >= 0) (void)!send(socket_, &note, sizeof note, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
+bool is_dying(pid_t pid) {
+  constexpr unsigned long exiting = 0x4;  // PF_EXITING among the kernel's flags
+  std::ifstream stat("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  if (!std::getline(stat, line)) return true;
+  char state = 0;
+  unsigned long flags = 0;
+  size_t end = line.rfind(')');
+  if (end == std::string::npos ||
+      std::sscanf(line.c_str() + end + 1, " %c %*d %*d %*d %*d %*d %lu", &state, &flags) != 2)
+    return false;
+  if (state == 'Z' || state == 'X' || flags & exiting) return true;
+  std::ifstream status("/proc/" + std::to_string(pid) + "/status");
+  while (std::getline(status, line))
+    if (line.rfind("ShdPnd:", 0) == 0 || line.rfind("SigPnd:", 0) == 0)
+      if (std::strtoull(line.c_str() + 7, nullptr, 16) & 0x100) return true;
+  return false;
+}
+
 std::string process_state(pid_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string line;

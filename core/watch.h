@@ -38,6 +38,9 @@ class Link {
   std::vector<std::pair<uint64_t, std::string>> left_;
 };
 
+// True once a process is dead or can only die: exiting, or with SIGKILL waiting for it. Its sockets may still be open.
+bool is_dying(pid_t pid);
+
 // "running", "stopped", "gone", ...: what the kernel says about a process.
 std::string process_state(pid_t pid);
 
