@@ -46,7 +46,9 @@ nb::object error_of(const Failure& f, const std::string& group, int rank) {
   nb::raise_python_error();
 }
 
-int64_t nanoseconds(double seconds) { return static_cast<int64_t>(std::min(seconds, 9e9) * 1e9); }
+int64_t nanoseconds(double seconds) {
+  return static_cast<int64_t>(std::min(seconds, 9e9) * 1e9);
+}
 
 // Of a call: 0 stands for the group's.
 int64_t call_timeout(double seconds) {
@@ -156,7 +158,8 @@ class Communicator {
     return finish(call, {}, {}, keep(tensor, out), timeout_s, async);
   }
 
-  nb::object reduce(nb::handle tensor, nb::handle root, nb::handle out, int op, double factor, double timeout_s, bool async) {
+  nb::object reduce(nb::handle tensor, nb::handle root, nb::handle out, int op, double factor, double timeout_s,
+                    bool async) {
     Call call;
     View in = view_tensor(tensor, "tensor");
     call.verb = Verb::reduce;
@@ -186,29 +189,32 @@ class Communicator {
     call.verb = Verb::all_gather;
     call.dtype = in.dtype;
     same_dtype(out, "output", in.dtype, "input");
-    expect(in.count, out.parts[static_cast<size_t>(rank_)].count, "argument 'input' must have as many elements as this rank's part of 'output'");
+    expect(in.count, out.parts[static_cast<size_t>(rank_)].count,
+           "argument 'input' must have as many elements as this rank's part of 'output'");
     call.count = in.count;
     call.in = in.data;
     apart(out, "output", in, "input");
     return finish(call, {}, std::move(out.parts), keep(output, input), timeout_s, async);
   }
 
-  nb::object reduce_scatter(nb::handle output, nb::handle input, nb::handle counts, int op, double factor, double timeout_s,
-                            bool async) {
+  nb::object reduce_scatter(nb::handle output, nb::handle input, nb::handle counts, int op, double factor,
+                            double timeout_s, bool async) {
     Call call;
     View out = view_tensor(output, "output");
     Parts in = parts_of(input, "input", counts, "counts");
     call.verb = Verb::reduce_scatter;
     reducing(call, output, out.dtype, op, factor);
     same_dtype(in, "input", out.dtype, "output");
-    expect(out.count, in.parts[static_cast<size_t>(rank_)].count, "argument 'output' must have as many elements as this rank's part of 'input'");
+    expect(out.count, in.parts[static_cast<size_t>(rank_)].count,
+           "argument 'output' must have as many elements as this rank's part of 'input'");
     call.count = out.count;
     call.out = out.data;
     apart(in, "input", out, "output");
     return finish(call, std::move(in.parts), {}, keep(output, input), timeout_s, async);
   }
 
-  nb::object gather(nb::handle output, nb::handle input, nb::handle root, nb::handle counts, double timeout_s, bool async) {
+  nb::object gather(nb::handle output, nb::handle input, nb::handle root, nb::handle counts, double timeout_s,
+                    bool async) {
     Call call;
     View in = view_tensor(input, "input");
     call.verb = Verb::gather;
@@ -220,13 +226,15 @@ class Communicator {
     if (rank_ == call.root) {
       out = parts_of(output, "output", counts, "counts");
       same_dtype(out, "output", in.dtype, "input");
-      expect(in.count, out.parts[static_cast<size_t>(rank_)].count, "argument 'input' must have as many elements as this rank's part of 'output'");
+      expect(in.count, out.parts[static_cast<size_t>(rank_)].count,
+             "argument 'input' must have as many elements as this rank's part of 'output'");
       apart(out, "output", in, "input");
     }
     return finish(call, {}, std::move(out.parts), keep(output, input), timeout_s, async);
   }
 
-  nb::object scatter(nb::handle output, nb::handle input, nb::handle root, nb::handle counts, double timeout_s, bool async) {
+  nb::object scatter(nb::handle output, nb::handle input, nb::handle root, nb::handle counts, double timeout_s,
+                     bool async) {
     Call call;
     View out = view_tensor(output, "output");
     call.verb = Verb::scatter;
@@ -238,7 +246,8 @@ class Communicator {
     if (rank_ == call.root) {
       in = parts_of(input, "input", counts, "counts");
       same_dtype(in, "input", out.dtype, "output");
-      expect(out.count, in.parts[static_cast<size_t>(rank_)].count, "argument 'output' must have as many elements as this rank's part of 'input'");
+      expect(out.count, in.parts[static_cast<size_t>(rank_)].count,
+             "argument 'output' must have as many elements as this rank's part of 'input'");
       apart(in, "input", out, "output");
     }
     return finish(call, std::move(in.parts), {}, keep(output, input), timeout_s, async);
@@ -300,7 +309,8 @@ class Communicator {
   std::unique_ptr<Communicator> split(const std::vector<int>& members, const std::vector<size_t>& blocks, int rank,
                                       const std::string& child, uint64_t id, double timeout_s) {
     Failure failure;
-    GroupFacts facts{rank, static_cast<int>(members.size()), child, id, nanoseconds(timeout_s), group().facts().crowded};
+    GroupFacts facts{rank, static_cast<int>(members.size()), child,
+                     id,   nanoseconds(timeout_s),           group().facts().crowded};
     auto engine = unisono::split(group(), members, blocks, facts, failure);
     if (!engine) raise(failure, name(), rank_);
     return std::make_unique<Communicator>(std::move(engine));
@@ -327,24 +337,29 @@ class Communicator {
     if (index.is_valid() && nb::try_cast(index, n)) return n;
     PyErr_Clear();
     throw nb::type_error(("argument '" + std::string(argument) + "' must be a whole number, got " +
-                          nb::cast<std::string>(nb::repr(object))).c_str());
+                          nb::cast<std::string>(nb::repr(object)))
+                             .c_str());
   }
   int checked_rank(nb::handle object, const char* argument) const {
     int64_t r = whole_number(object, argument);
     if (r < 0 || r >= size_)
-      throw nb::value_error(("argument '" + std::string(argument) + "' must be a rank from 0 to " + std::to_string(size_ - 1) +
-                             ", got " + std::to_string(r)).c_str());
+      throw nb::value_error(("argument '" + std::string(argument) + "' must be a rank from 0 to " +
+                             std::to_string(size_ - 1) + ", got " + std::to_string(r))
+                                .c_str());
     return static_cast<int>(r);
   }
   int another_rank(nb::handle object, const char* argument) const {
     int r = checked_rank(object, argument);
     if (r == rank_)
-      throw nb::value_error(("argument '" + std::string(argument) + "' must be another rank than this one, " + std::to_string(r)).c_str());
+      throw nb::value_error(
+          ("argument '" + std::string(argument) + "' must be another rank than this one, " + std::to_string(r))
+              .c_str());
     return r;
   }
   static void expect(size_t got, size_t wanted, const char* what) {
     if (got != wanted)
-      throw nb::value_error((std::string(what) + ": expected " + std::to_string(wanted) + ", got " + std::to_string(got)).c_str());
+      throw nb::value_error(
+          (std::string(what) + ": expected " + std::to_string(wanted) + ", got " + std::to_string(got)).c_str());
   }
   static void reducing(Call& call, nb::handle tensor, DType dtype, int op, double factor) {
     call.dtype = dtype;
@@ -352,13 +367,15 @@ class Communicator {
     call.factor = factor;
     if (!reduction_exists(dtype, call.op))
       throw nb::type_error(("argument 'op': " + std::string(redop_name(call.op)) + " is not defined for " +
-                            nb::cast<std::string>(nb::str(nb::object(tensor.attr("dtype"))))).c_str());
+                            nb::cast<std::string>(nb::str(nb::object(tensor.attr("dtype")))))
+                               .c_str());
   }
   std::byte* same_size(nb::handle out, const char* argument, const View& in, size_t count) const {
     View v = view_tensor(out, argument);
     if (v.dtype != in.dtype)
-      throw nb::type_error(("argument '" + std::string(argument) + "' must have dtype " + dtype_name(in.dtype) + ", got " +
-                            dtype_name(v.dtype)).c_str());
+      throw nb::type_error(("argument '" + std::string(argument) + "' must have dtype " + dtype_name(in.dtype) +
+                            ", got " + dtype_name(v.dtype))
+                               .c_str());
     expect(v.count, count, "argument 'out' must have as many elements as 'tensor'");
     if (v.data != in.data && overlap(v.data, v.bytes(), in.data, in.bytes()))
       throw nb::value_error("argument 'out' overlaps 'tensor' partly; give the same memory or memory apart");
@@ -366,8 +383,9 @@ class Communicator {
   }
   static void same_dtype(const Parts& p, const char* argument, DType wanted, const char* other) {
     if (p.dtype != wanted)
-      throw nb::type_error(("argument '" + std::string(argument) + "' must have the dtype of '" + other + "', " + dtype_name(wanted) +
-                            ", got " + dtype_name(p.dtype)).c_str());
+      throw nb::type_error(("argument '" + std::string(argument) + "' must have the dtype of '" + other + "', " +
+                            dtype_name(wanted) + ", got " + dtype_name(p.dtype))
+                               .c_str());
   }
   // A single-part tensor may be exactly its own part of the multi-part one, or apart from all of it.
   void apart(const Parts& p, const char* many, const View& v, const char* one) const {
@@ -375,8 +393,9 @@ class Communicator {
       const Part& part = p.parts[static_cast<size_t>(r)];
       if (r == rank_ && part.ptr == v.data) continue;
       if (overlap(part.ptr, part.count * dtype_bytes(p.dtype), v.data, v.bytes()))
-        throw nb::value_error(("argument '" + std::string(one) + "' overlaps '" + many +
-                               "' and is not exactly this rank's part of it").c_str());
+        throw nb::value_error(
+            ("argument '" + std::string(one) + "' overlaps '" + many + "' and is not exactly this rank's part of it")
+                .c_str());
     }
   }
 
@@ -387,14 +406,16 @@ class Communicator {
       size_t n = nb::len(object);
       if (n != static_cast<size_t>(size_))
         throw nb::value_error(("argument '" + std::string(argument) + "' must have one tensor per rank: expected " +
-                               std::to_string(size_) + ", got " + std::to_string(n)).c_str());
+                               std::to_string(size_) + ", got " + std::to_string(n))
+                                  .c_str());
       for (size_t i = 0; i < n; i++) {
         std::string where = std::string(argument) + "[" + std::to_string(i) + "]";
         View v = view_tensor(object[i], where.c_str());
         if (i == 0) p.dtype = v.dtype;
         if (v.dtype != p.dtype)
-          throw nb::type_error(("argument '" + where + "' has dtype " + dtype_name(v.dtype) + ", the first has " +
-                                dtype_name(p.dtype)).c_str());
+          throw nb::type_error(
+              ("argument '" + where + "' has dtype " + dtype_name(v.dtype) + ", the first has " + dtype_name(p.dtype))
+                  .c_str());
         p.parts[i] = {v.data, v.count};
         p.total += v.count;
       }
@@ -410,7 +431,8 @@ class Communicator {
       if (v.count % static_cast<size_t>(size_))
         throw nb::value_error(("argument '" + std::string(argument) + "' has " + std::to_string(v.count) +
                                " elements, which do not divide into " + std::to_string(size_) + " equal parts; give '" +
-                               counts_argument + "'").c_str());
+                               counts_argument + "'")
+                                  .c_str());
       size_t each = v.count / static_cast<size_t>(size_);
       for (Part& part : p.parts) {
         part = {at, each};
@@ -419,17 +441,21 @@ class Communicator {
       return p;
     }
     if (!PySequence_Check(counts.ptr()))
-      throw nb::type_error(("argument '" + std::string(counts_argument) + "' must be a sequence of whole numbers, got " +
-                            nb::cast<std::string>(nb::repr(counts))).c_str());
+      throw nb::type_error(("argument '" + std::string(counts_argument) +
+                            "' must be a sequence of whole numbers, got " + nb::cast<std::string>(nb::repr(counts)))
+                               .c_str());
     if (nb::len(counts) != static_cast<size_t>(size_))
-      throw nb::value_error(("argument '" + std::string(counts_argument) + "' must have one number per rank: expected " +
-                             std::to_string(size_) + ", got " + std::to_string(nb::len(counts))).c_str());
+      throw nb::value_error(("argument '" + std::string(counts_argument) +
+                             "' must have one number per rank: expected " + std::to_string(size_) + ", got " +
+                             std::to_string(nb::len(counts)))
+                                .c_str());
     size_t sum = 0;
     for (size_t i = 0; i < p.parts.size(); i++) {
       int64_t n = whole_number(counts[i], counts_argument);
       if (n < 0)
-        throw nb::value_error(("argument '" + std::string(counts_argument) + "' must not be negative, got " + std::to_string(n) +
-                               " for rank " + std::to_string(i)).c_str());
+        throw nb::value_error(("argument '" + std::string(counts_argument) + "' must not be negative, got " +
+                               std::to_string(n) + " for rank " + std::to_string(i))
+                                  .c_str());
       if (static_cast<size_t>(n) > v.count - sum)
         sum = v.count + 1;  // too many: the sum is reported below without overflow
       else
@@ -439,9 +465,10 @@ class Communicator {
       at += static_cast<size_t>(n) * element;
     }
     if (sum != v.count)
-      throw nb::value_error(("argument '" + std::string(counts_argument) + "' must add up to the " + std::to_string(v.count) +
-                             " elements of '" + argument + "', got " +
-                             nb::cast<std::string>(nb::repr(counts))).c_str());
+      throw nb::value_error(("argument '" + std::string(counts_argument) + "' must add up to the " +
+                             std::to_string(v.count) + " elements of '" + argument + "', got " +
+                             nb::cast<std::string>(nb::repr(counts)))
+                                .c_str());
     return p;
   }
 
@@ -484,8 +511,8 @@ class Communicator {
     return words;
   }
 
-  nb::object finish(Call& call, std::vector<Part> in_parts, std::vector<Part> out_parts, nb::list tensors, double timeout_s,
-                    bool async) {
+  nb::object finish(Call& call, std::vector<Part> in_parts, std::vector<Part> out_parts, nb::list tensors,
+                    double timeout_s, bool async) {
     call.timeout_ns = call_timeout(timeout_s);
     if (!async) {
       call.in_parts = in_parts.empty() ? nullptr : in_parts.data();
@@ -581,11 +608,13 @@ class Door {
     if (!door_) raise(failure, "", -1);
   }
   const std::string& name() const { return door_->name(); }
-  std::unique_ptr<Communicator> join(int rank, int size, const std::string& group, nb::bytes nonce, uint64_t id, double timeout_s,
-                                     const std::vector<std::string>& names) {
+  std::unique_ptr<Communicator> join(int rank, int size, const std::string& group, nb::bytes nonce, uint64_t id,
+                                     double timeout_s, const std::vector<std::string>& names) {
     Token token;
     if (nonce.size() != sizeof token || names.size() != static_cast<size_t>(size) || size > kMostRanks)
-      throw nb::value_error(("a group has 1 to " + std::to_string(kMostRanks) + " ranks, a name for each and a nonce of 16 bytes").c_str());
+      throw nb::value_error(
+          ("a group has 1 to " + std::to_string(kMostRanks) + " ranks, a name for each and a nonce of 16 bytes")
+              .c_str());
     std::memcpy(&token, nonce.c_str(), sizeof token);
     Failure failure;
     GroupFacts facts{rank, size, group, id, nanoseconds(timeout_s), false};
@@ -605,8 +634,7 @@ class Door {
 
 nb::object empty(const std::vector<int64_t>& shape, int code, int bits) {
   Failure failure;
-  nb::object tensor =
-      make_tensor(shape, {static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1}, failure);
+  nb::object tensor = make_tensor(shape, {static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1}, failure);
   if (!tensor.is_valid()) raise(failure, "", -1);
   return tensor;
 }
@@ -638,12 +666,13 @@ NB_MODULE(_core, m) {
   using namespace unisono;
   python_interrupted = check_python_signals;
 
-  m.def("setup", [](nb::handle tensor_type, nb::object make_error, nb::object call_site, uint64_t heap_max, int64_t spin_us) {
-    learn_tensor_type(tensor_type);
-    hooks = {std::move(make_error), std::move(call_site)};
-    if (heap_max) set_region_stride(heap_max);
-    if (spin_us >= 0) spin_ns = spin_us * 1000;
-  });
+  m.def("setup",
+        [](nb::handle tensor_type, nb::object make_error, nb::object call_site, uint64_t heap_max, int64_t spin_us) {
+          learn_tensor_type(tensor_type);
+          hooks = {std::move(make_error), std::move(call_site)};
+          if (heap_max) set_region_stride(heap_max);
+          if (spin_us >= 0) spin_ns = spin_us * 1000;
+        });
   m.def("empty", &unisono::empty);
   m.def("is_shared", [](nb::handle t) { return in_region(view_tensor(t, "tensor").data); });
   m.def("in_region", [](uintptr_t p) { return in_region(reinterpret_cast<const void*>(p)); });
@@ -680,16 +709,20 @@ NB_MODULE(_core, m) {
       .def_prop_ro("id", &Communicator::id)
       .def_prop_ro("pids", &Communicator::pids)
       .def("barrier", &Communicator::barrier)
-      .def("all_reduce", &Communicator::all_reduce, "tensor"_a, "out"_a.none(), "op"_a, "factor"_a, "timeout_s"_a, "async"_a)
-      .def("reduce", &Communicator::reduce, "tensor"_a, "root"_a, "out"_a.none(), "op"_a, "factor"_a, "timeout_s"_a, "async"_a)
+      .def("all_reduce", &Communicator::all_reduce, "tensor"_a, "out"_a.none(), "op"_a, "factor"_a, "timeout_s"_a,
+           "async"_a)
+      .def("reduce", &Communicator::reduce, "tensor"_a, "root"_a, "out"_a.none(), "op"_a, "factor"_a, "timeout_s"_a,
+           "async"_a)
       .def("broadcast", &Communicator::broadcast)
       .def("all_gather", &Communicator::all_gather, "output"_a, "input"_a, "counts"_a.none(), "timeout_s"_a, "async"_a)
-      .def("reduce_scatter", &Communicator::reduce_scatter, "output"_a, "input"_a, "counts"_a.none(), "op"_a, "factor"_a,
-           "timeout_s"_a, "async"_a)
-      .def("gather", &Communicator::gather, "output"_a.none(), "input"_a, "root"_a, "counts"_a.none(), "timeout_s"_a, "async"_a)
-      .def("scatter", &Communicator::scatter, "output"_a, "input"_a.none(), "root"_a, "counts"_a.none(), "timeout_s"_a, "async"_a)
-      .def("all_to_all", &Communicator::all_to_all, "output"_a, "input"_a, "output_counts"_a.none(), "input_counts"_a.none(),
-           "timeout_s"_a, "async"_a)
+      .def("reduce_scatter", &Communicator::reduce_scatter, "output"_a, "input"_a, "counts"_a.none(), "op"_a,
+           "factor"_a, "timeout_s"_a, "async"_a)
+      .def("gather", &Communicator::gather, "output"_a.none(), "input"_a, "root"_a, "counts"_a.none(), "timeout_s"_a,
+           "async"_a)
+      .def("scatter", &Communicator::scatter, "output"_a, "input"_a.none(), "root"_a, "counts"_a.none(), "timeout_s"_a,
+           "async"_a)
+      .def("all_to_all", &Communicator::all_to_all, "output"_a, "input"_a, "output_counts"_a.none(),
+           "input_counts"_a.none(), "timeout_s"_a, "async"_a)
       .def("send", &Communicator::send)
       .def("recv", &Communicator::recv, "tensor"_a, "src"_a.none(), "tag"_a, "timeout_s"_a, "async"_a)
       .def("close", &Communicator::close)
@@ -702,10 +735,11 @@ NB_MODULE(_core, m) {
   nb::class_<Door>(m, "Door").def(nb::init<>()).def_prop_ro("name", &Door::name).def("join", &Door::join);
 
   nb::class_<Yardstick>(m, "Yardstick")
-      .def("__init__", [](Yardstick* self, int verb, size_t bytes, const std::vector<double>& splits, int ranks) {
-        nb::gil_scoped_release release;
-        new (self) Yardstick(static_cast<Verb>(verb), bytes, splits, ranks);
-      })
+      .def("__init__",
+           [](Yardstick* self, int verb, size_t bytes, const std::vector<double>& splits, int ranks) {
+             nb::gil_scoped_release release;
+             new (self) Yardstick(static_cast<Verb>(verb), bytes, splits, ranks);
+           })
       .def("round", &Yardstick::round, "calls"_a = 1, "warmup"_a = 1, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("variant", &Yardstick::variant)
       .def_prop_ro("threads", &Yardstick::threads);

@@ -31,9 +31,7 @@ static_assert(Flag::is_always_lock_free);
 // whose heap holds it, and the offset in that heap.
 struct Place {
   uint64_t word = 0;
-  static Place at(int rank, size_t offset) {
-    return {uint64_t{1} << 63 | static_cast<uint64_t>(rank) << 48 | offset};
-  }
+  static Place at(int rank, size_t offset) { return {uint64_t{1} << 63 | static_cast<uint64_t>(rank) << 48 | offset}; }
   explicit operator bool() const { return word != 0; }
   int rank() const { return static_cast<int>(word >> 48 & 0x7fff); }
   size_t offset() const { return word & ((uint64_t{1} << 48) - 1); }
@@ -83,8 +81,8 @@ static_assert(sizeof(AbortLine) == 2 * kLineBytes);
 // Point-to-point: for every ordered pair (sender, receiver) a ring of letters in the sender's block and a ring of
 // replies in the receiver's. Letter i lives in entry i % depth until reply i says done.
 struct alignas(kLineBytes) Letter {
-  Flag posted;   // i + 1 once the letter may be read
-  Flag filled;   // staged letters: bytes put into the ring so far
+  Flag posted;  // i + 1 once the letter may be read
+  Flag filled;  // staged letters: bytes put into the ring so far
   int64_t tag;
   uint64_t bytes;
   uint64_t seq;  // the sender's number of this send, for messages
@@ -96,8 +94,8 @@ struct alignas(kLineBytes) Letter {
 static_assert(sizeof(Letter) == kLineBytes);
 
 struct alignas(64) Reply {
-  Flag done;     // i + 1 once letter i is finished with
-  Flag drained;  // staged letters: bytes taken so far
+  Flag done;              // i + 1 once letter i is finished with
+  Flag drained;           // staged letters: bytes taken so far
   uint64_t error;         // 1: the receiver refused the letter; valid with `done`
   uint64_t wanted_bytes;  // what it expected
   uint64_t wanted_dtype;
@@ -113,9 +111,7 @@ class Block {
 
   static int letters(int size) { return size <= 8 ? 16 : size <= 32 ? 8 : 4; }
   static size_t table_bytes(int size) { return round(sizeof(TableEntry) * static_cast<size_t>(size)); }
-  static size_t pair_bytes(int size) {
-    return (sizeof(Letter) + sizeof(Reply)) * static_cast<size_t>(letters(size));
-  }
+  static size_t pair_bytes(int size) { return (sizeof(Letter) + sizeof(Reply)) * static_cast<size_t>(letters(size)); }
   static size_t bytes(int size) { return slots_at(size) + 2 * kSlotBytes + 2 * kStageDepth * kStageBytes; }
 
   std::byte* base() const { return base_; }

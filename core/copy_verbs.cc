@@ -1,10 +1,11 @@
 // The verbs that move bytes and change none: broadcast, all_gather, gather, scatter, all_to_all.
 //
-// All five are sets of segments (from, to). A segment that both ends can see may be copied by anyone, so those are dealt
-// out until every rank has the same number of bytes to write; one end visible: the other end copies; no end visible:
-// the sender puts it piece by piece into its stage ring and the receiver takes it out. Invariant: ranks deal with the same
-// arguments (descriptors only), so every segment is copied exactly once. Where everybody gets the same bytes (all_gather,
-// broadcast) and all of it is visible, the bytes are cut instead: a rank loads its range once and stores it to all outputs.
+// All five are sets of segments (from, to). A segment that both ends can see may be copied by anyone, so those are
+// dealt out until every rank has the same number of bytes to write; one end visible: the other end copies; no end
+// visible: the sender puts it piece by piece into its stage ring and the receiver takes it out. Invariant: ranks deal
+// with the same arguments (descriptors only), so every segment is copied exactly once. Where everybody gets the same
+// bytes (all_gather, broadcast) and all of it is visible, the bytes are cut instead: a rank loads its range once and
+// stores it to all outputs.
 #include <algorithm>
 #include <vector>
 
@@ -23,16 +24,25 @@ constexpr size_t kRing = 2 * kStageDepth;
 
 size_t Mover::segment(int from, int to) const {
   switch (c_.verb) {
-    case Verb::broadcast: return from == c_.root ? c_.count : 0;
-    case Verb::all_gather: return c_.out_parts[from].count;
-    case Verb::gather: return to == c_.root ? descriptor(from).count : 0;
-    case Verb::scatter: return from == c_.root ? descriptor(to).count : 0;
-    default: return from == me_ ? c_.in_parts[to].count : entry(from, to).in_count;
+    case Verb::broadcast:
+      return from == c_.root ? c_.count : 0;
+    case Verb::all_gather:
+      return c_.out_parts[from].count;
+    case Verb::gather:
+      return to == c_.root ? descriptor(from).count : 0;
+    case Verb::scatter:
+      return from == c_.root ? descriptor(to).count : 0;
+    default:
+      return from == me_ ? c_.in_parts[to].count : entry(from, to).in_count;
   }
 }
 
-const std::byte* Mover::segment_source(int from, int to) const { return input(from, to, segment(from, to)); }
-std::byte* Mover::segment_target(int from, int to) const { return output(to, from, segment(from, to)); }
+const std::byte* Mover::segment_source(int from, int to) const {
+  return input(from, to, segment(from, to));
+}
+std::byte* Mover::segment_target(int from, int to) const {
+  return output(to, from, segment(from, to));
+}
 
 Code Mover::copy_buffered() {
   for (int from = 0; from < size_; from++) {
@@ -71,7 +81,8 @@ Code Mover::copy_to_all(bool& done) {
   for (int to = 0; to < size_; to++) {
     const Descriptor& d = descriptor(to);
     for (int from = 0; from < size_; from++)
-      if (segment(from, to) && !(d.has_table && entry(to, from).out_count ? entry(to, from).out : d.out)) return Code::ok;
+      if (segment(from, to) && !(d.has_table && entry(to, from).out_count ? entry(to, from).out : d.out))
+        return Code::ok;
   }
   done = true;
   const auto ranks = static_cast<size_t>(size_);
@@ -114,7 +125,7 @@ Code Mover::copy_shared() {
     int from, to;
     size_t bytes;
   };
-  std::vector<Segment> free;               // anyone may copy these
+  std::vector<Segment> free;  // anyone may copy these
   std::vector<size_t> load(static_cast<size_t>(size_));
   std::vector<size_t> staged(static_cast<size_t>(size_));  // bytes of each rank's stream through its stage
   auto at = [](std::vector<size_t>& v, int r) -> size_t& { return v[static_cast<size_t>(r)]; };
@@ -189,13 +200,15 @@ Code Mover::copy_shared() {
       bool pull = r == me_ || (source_place(r, me_) && !target_place(r, me_));
       if (pull) {
         const std::byte* source = segment_source(r, me_);
-        if (!source) return g_.break_with(c_, Code::system, "rank " + std::to_string(r) + " published an impossible place", {r});
+        if (!source)
+          return g_.break_with(c_, Code::system, "rank " + std::to_string(r) + " published an impossible place", {r});
         if (Code code = copy_block(segment_target(r, me_), source, n, stream, since); code != Code::ok) return code;
       }
     }
     if (size_t n = bytes(segment(me_, r)); n && r != me_ && !source_place(me_, r) && target_place(me_, r)) {
       std::byte* target = segment_target(me_, r);
-      if (!target) return g_.break_with(c_, Code::system, "rank " + std::to_string(r) + " published an impossible place", {r});
+      if (!target)
+        return g_.break_with(c_, Code::system, "rank " + std::to_string(r) + " published an impossible place", {r});
       if (Code code = copy_block(target, segment_source(me_, r), n, stream, since); code != Code::ok) return code;
     }
   }
@@ -203,8 +216,10 @@ Code Mover::copy_shared() {
     const std::byte* source = segment_source(job.from, job.to);
     std::byte* target = segment_target(job.from, job.to);
     if (!source || !target)
-      return g_.break_with(c_, Code::system, "ranks " + std::to_string(job.from) + " and " + std::to_string(job.to) +
-                                                 " published an impossible place", {job.from, job.to});
+      return g_.break_with(
+          c_, Code::system,
+          "ranks " + std::to_string(job.from) + " and " + std::to_string(job.to) + " published an impossible place",
+          {job.from, job.to});
     if (Code code = copy_block(target + job.offset, source + job.offset, job.bytes, stream, since); code != Code::ok)
       return code;
   }
@@ -213,8 +228,8 @@ Code Mover::copy_shared() {
   return leave();
 }
 
-// Piece p of every stream moves in step p; a rank fills piece p before it takes the others' piece p - 1, so that filling
-// and taking overlap. Flags count pieces: `staged` says filled, `copied` says taken by this rank.
+// Piece p of every stream moves in step p; a rank fills piece p before it takes the others' piece p - 1, so that
+// filling and taking overlap. Flags count pieces: `staged` says filled, `copied` says taken by this rank.
 Code Mover::copy_staged(const std::vector<size_t>& staged) {
   const bool same_for_all = c_.verb == Verb::broadcast || c_.verb == Verb::all_gather || c_.verb == Verb::gather;
   const uint64_t base = g_.pieces_;

@@ -2,8 +2,8 @@
 #include "engine.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <sched.h>
+#include <signal.h>
 
 #include <algorithm>
 
@@ -267,7 +267,8 @@ void Engine::progress() {
         watcher.deadline_ns = limit;
         auto owes = [&](int r) {
           return std::any_of(pending.begin(), pending.end(), [&](const auto& t) {
-            return !t->message->finished.load(std::memory_order_acquire) && (t->message->peer < 0 || t->message->peer == r);
+            return !t->message->finished.load(std::memory_order_acquire) &&
+                   (t->message->peer < 0 || t->message->peer == r);
           });
         };
         int64_t until = now_ns() + 1'000'000;
@@ -275,9 +276,9 @@ void Engine::progress() {
             watcher,
             [&] {
               post_.advance();
-              return now_ns() > until || queued_.load() || std::any_of(pending.begin(), pending.end(), [](const auto& t) {
-                       return t->message->finished.load(std::memory_order_acquire);
-                     });
+              return now_ns() > until || queued_.load() ||
+                     std::any_of(pending.begin(), pending.end(),
+                                 [](const auto& t) { return t->message->finished.load(std::memory_order_acquire); });
             },
             owes);
         if (code == Code::ok && now_ns() > until) code = group_->health(watcher, owes);

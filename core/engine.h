@@ -31,7 +31,7 @@ class Engine {
 
   Group& group() { return *group_; }
 
-  Code run(Call& call);                        // a collective, now
+  Code run(Call& call);                                    // a collective, now
   Code run(Call& call, std::shared_ptr<Message> message);  // a message, now
   void submit(std::shared_ptr<Ticket> ticket);
   // Waits for a ticket. On timeout (0: none) returns false and leaves it running.
@@ -43,7 +43,8 @@ class Engine {
 
  private:
   void progress();
-  bool run_head(bool may_interrupt);  // false: nothing queued. The caller holds run_mutex; it is released around on_done.
+  bool run_head(
+      bool may_interrupt);  // false: nothing queued. The caller holds run_mutex; it is released around on_done.
   void finish(Ticket& ticket, Code code);
   static void mark_done(Ticket& ticket, Code code);
   void announce(Ticket& ticket);

@@ -30,9 +30,13 @@ uint64_t hash_counts(const Part* parts, int size) {
 
 bool gives_input(const Call& call, int rank) {
   switch (call.verb) {
-    case Verb::barrier: return false;
-    case Verb::broadcast: case Verb::scatter: return call.root == rank;
-    default: return true;
+    case Verb::barrier:
+      return false;
+    case Verb::broadcast:
+    case Verb::scatter:
+      return call.root == rank;
+    default:
+      return true;
   }
 }
 
@@ -118,7 +122,8 @@ void Group::abort(Failure cause) {
   }
   AbortLine& line = mine_.abort();
   std::fill(std::begin(line.peers), std::end(line.peers), -1);
-  for (size_t i = 0; i < std::min<size_t>(cause.peers.size(), std::size(line.peers)); i++) line.peers[i] = cause.peers[i];
+  for (size_t i = 0; i < std::min<size_t>(cause.peers.size(), std::size(line.peers)); i++)
+    line.peers[i] = cause.peers[i];
   line.seq = cause.seq;
   std::strncpy(line.text, cause.text.c_str(), sizeof line.text - 1);
   line.code.store(static_cast<uint64_t>(cause.code), std::memory_order_release);  // pairs with Group::health
@@ -181,8 +186,8 @@ Code Group::timed_out(Call& call, const std::vector<int>& late) {
     const Descriptor& last = a.seq.load(std::memory_order_acquire) > b.seq.load(std::memory_order_acquire) ? a : b;
     uint64_t at = last.seq.load(std::memory_order_relaxed);
     if (lines.empty()) text += ": rank " + std::to_string(r) + " is " + state;
-    lines.push_back("rank " + std::to_string(r) + "   pid " + std::to_string(peer(r).pid) + "   " + state + "   last call " +
-                    (at ? std::string(verb_name(last.verb)) + " #" + std::to_string(at) : "none"));
+    lines.push_back("rank " + std::to_string(r) + "   pid " + std::to_string(peer(r).pid) + "   " + state +
+                    "   last call " + (at ? std::string(verb_name(last.verb)) + " #" + std::to_string(at) : "none"));
   }
   Code code = break_with(call, Code::timeout, text, late);
   call.failure.lines = lines;
@@ -233,8 +238,8 @@ void Group::describe(Call& call, Descriptor& d) {
   }
   d.out = {};
   bool counts_unknown = call.verb == Verb::all_to_all || call.verb == Verb::gather || call.verb == Verb::scatter;
-  if (!call.out_parts && call.out && call.verb != Verb::barrier && (d.input == Holder::place || counts_unknown ||
-                                                                   call.verb == Verb::broadcast))
+  if (!call.out_parts && call.out && call.verb != Verb::barrier &&
+      (d.input == Holder::place || counts_unknown || call.verb == Verb::broadcast))
     d.out = locate(call.out, call.count * element);
   if ((call.in_parts || call.out_parts) && (d.input == Holder::place || counts_unknown)) {
     TableEntry* table = mine_.table(call.seq);
@@ -278,7 +283,8 @@ Code Group::check(Call& call) {
 
 Code Group::disagree(Call& call, const char* what) {
   std::string words = call.describe ? call.describe() : std::string();
-  if (words.empty()) words = std::string(verb_name(call.verb)) + " " + dtype_name(call.dtype) + " " + std::to_string(call.count);
+  if (words.empty())
+    words = std::string(verb_name(call.verb)) + " " + dtype_name(call.dtype) + " " + std::to_string(call.count);
   char* note = mine_.note();
   std::strncpy(note, words.c_str(), kNoteBytes - 1);
   note[kNoteBytes - 1] = 0;

@@ -38,13 +38,13 @@ struct Call {
   RedOp op = RedOp::none;
   int root = -1;
   double factor = 1;
-  size_t count = 0;            // elements: of the whole (all_reduce, reduce, broadcast), else of my single part
-  std::byte* in = nullptr;     // single-part input
-  std::byte* out = nullptr;    // single-part output
+  size_t count = 0;          // elements: of the whole (all_reduce, reduce, broadcast), else of my single part
+  std::byte* in = nullptr;   // single-part input
+  std::byte* out = nullptr;  // single-part output
   const Part* in_parts = nullptr;
   const Part* out_parts = nullptr;
-  int64_t timeout_ns = 0;      // 0: the group's
-  bool may_interrupt = false;  // called from Python: look at its signals while waiting
+  int64_t timeout_ns = 0;                 // 0: the group's
+  bool may_interrupt = false;             // called from Python: look at its signals while waiting
   std::function<std::string()> describe;  // words for a mismatch; called without locks held
 
   uint64_t seq = 0;

@@ -17,12 +17,14 @@
 namespace unisono {
 namespace {
 
-constexpr size_t kAlign = 128;           // a flag line, and two cache lines
+constexpr size_t kAlign = 128;  // a flag line, and two cache lines
 constexpr size_t kPage = 4096;
-constexpr size_t kGrowth = 1 << 20;      // least extension, so that small tensors do not cost a system call each
-constexpr size_t kSlack = 64 << 20;      // left to the rest of the system when memory is counted
+constexpr size_t kGrowth = 1 << 20;  // least extension, so that small tensors do not cost a system call each
+constexpr size_t kSlack = 64 << 20;  // left to the rest of the system when memory is counted
 
-size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+size_t round_up(size_t n, size_t to) {
+  return (n + to - 1) / to * to;
+}
 
 // One number in a file; SIZE_MAX for "max" or no file.
 size_t read_number(const std::string& path) {
@@ -60,10 +62,9 @@ size_t cgroup_available() {
     // A limit anywhere on the way to the root counts. In a container the path may not exist below the mount.
     for (;;) {
       if (path == "/") path.clear();
-      size_t room =
-          v2 ? cgroup_room("/sys/fs/cgroup" + path, "/memory.max", "/memory.current", "inactive_file ")
-             : cgroup_room("/sys/fs/cgroup/memory" + path, "/memory.limit_in_bytes", "/memory.usage_in_bytes",
-                           "total_inactive_file ");
+      size_t room = v2 ? cgroup_room("/sys/fs/cgroup" + path, "/memory.max", "/memory.current", "inactive_file ")
+                       : cgroup_room("/sys/fs/cgroup/memory" + path, "/memory.limit_in_bytes", "/memory.usage_in_bytes",
+                                     "total_inactive_file ");
       least = std::min(least, room);
       if (path.empty()) break;
       path.erase(path.rfind('/') == std::string::npos ? 0 : path.rfind('/'));
@@ -120,16 +121,17 @@ Heap::~Heap() {
 bool Heap::grow(size_t bytes, Failure& failure) {
   size_t more = round_up(std::max(bytes, kGrowth), kPage);
   if (more > capacity() - top_) {
-    fail(failure, Code::no_memory, "the heap holds at most " + std::to_string(capacity()) + " bytes, " +
-                                       std::to_string(top_) + " are reserved and " + std::to_string(more) +
-                                       " more were asked for (UNISONO_HEAP_MAX)");
+    fail(failure, Code::no_memory,
+         "the heap holds at most " + std::to_string(capacity()) + " bytes, " + std::to_string(top_) +
+             " are reserved and " + std::to_string(more) + " more were asked for (UNISONO_HEAP_MAX)");
     return false;
   }
   if (more > kGrowth) {
     size_t room = memory_available();
     if (room != SIZE_MAX && more + kSlack > room) {
-      fail(failure, Code::no_memory, std::to_string(more) + " bytes were asked for, " + std::to_string(room) +
-                                         " are available on this machine or in its cgroup");
+      fail(failure, Code::no_memory,
+           std::to_string(more) + " bytes were asked for, " + std::to_string(room) +
+               " are available on this machine or in its cgroup");
       return false;
     }
   }
@@ -172,8 +174,9 @@ void Heap::insert_free(size_t offset, size_t bytes) {
 void* Heap::allocate(size_t bytes, Failure& failure) {
   std::lock_guard lock(mutex_);
   if (bytes > capacity()) {
-    fail(failure, Code::no_memory, std::to_string(bytes) + " bytes were asked for, the heap holds at most " +
-                                       std::to_string(capacity()) + " (UNISONO_HEAP_MAX)");
+    fail(failure, Code::no_memory,
+         std::to_string(bytes) + " bytes were asked for, the heap holds at most " + std::to_string(capacity()) +
+             " (UNISONO_HEAP_MAX)");
     return nullptr;
   }
   size_t want = size_class(bytes);

@@ -50,13 +50,13 @@ class Heap {
   Token token_;
   int fd_ = -1;
   int generation_ = fork_generation();
-  size_t top_ = 0;     // everything below is reserved
+  size_t top_ = 0;  // everything below is reserved
   size_t in_use_ = 0;
   size_t quarantined_ = 0;
-  std::map<size_t, size_t> free_;                  // offset -> bytes, no two adjacent
-  std::set<std::pair<size_t, size_t>> by_size_;    // (bytes, offset) of the same ranges
-  std::map<size_t, size_t> live_;                  // offset -> bytes of what is handed out
-  std::set<size_t> kept_;                          // quarantined offsets
+  std::map<size_t, size_t> free_;                // offset -> bytes, no two adjacent
+  std::set<std::pair<size_t, size_t>> by_size_;  // (bytes, offset) of the same ranges
+  std::map<size_t, size_t> live_;                // offset -> bytes of what is handed out
+  std::set<size_t> kept_;                        // quarantined offsets
 };
 
 // Bytes this process may still take without being refused or killed: least of MemAvailable and every cgroup

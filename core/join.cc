@@ -33,8 +33,8 @@ struct Hello {
   int32_t size;
   int32_t pid;
   uint32_t isa;
-  double quota;            // processors the cgroup allows; infinity without a limit
-  uint8_t affinity[128];   // one bit per processor this rank may run on
+  double quota;           // processors the cgroup allows; infinity without a limit
+  uint8_t affinity[128];  // one bit per processor this rank may run on
 };
 
 double cgroup_quota() {
@@ -104,7 +104,8 @@ int receive_hello(int socket, Hello& hello) {
           fds.push_back(fd);
         }
       }
-  bool good = n == static_cast<ssize_t>(sizeof hello) && fds.size() == 1 && !(message.msg_flags & (MSG_TRUNC | MSG_CTRUNC));
+  bool good =
+      n == static_cast<ssize_t>(sizeof hello) && fds.size() == 1 && !(message.msg_flags & (MSG_TRUNC | MSG_CTRUNC));
   if (good) return fds[0];
   for (int fd : fds) close(fd);
   return -1;
@@ -129,7 +130,8 @@ std::unique_ptr<Doorway> Doorway::open(Failure& failure) {
   int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   Token t = random_token();
   char name[64];
-  std::snprintf(name, sizeof name, "unisono-%016lx%016lx", static_cast<unsigned long>(t.a), static_cast<unsigned long>(t.b));
+  std::snprintf(name, sizeof name, "unisono-%016lx%016lx", static_cast<unsigned long>(t.a),
+                static_cast<unsigned long>(t.b));
   socklen_t length;
   sockaddr_un address = address_of(name, length);
   if (fd < 0 || bind(fd, reinterpret_cast<sockaddr*>(&address), length) != 0 || listen(fd, 1024) != 0) {
@@ -140,7 +142,9 @@ std::unique_ptr<Doorway> Doorway::open(Failure& failure) {
   return std::unique_ptr<Doorway>(new Doorway(fd, name));
 }
 
-Doorway::~Doorway() { ::close(socket_); }
+Doorway::~Doorway() {
+  ::close(socket_);
+}
 
 std::unique_ptr<Engine> Doorway::join(std::shared_ptr<Heap> heap, GroupFacts facts, const Token& nonce,
                                       const std::vector<std::string>& names, Failure& failure) {
@@ -165,7 +169,8 @@ std::unique_ptr<Engine> Doorway::join(std::shared_ptr<Heap> heap, GroupFacts fac
   std::vector<Peer> peers(static_cast<size_t>(size));
   std::vector<Hello> hellos(static_cast<size_t>(size));
   hellos[static_cast<size_t>(me)] = mine;
-  peers[static_cast<size_t>(me)] = {heap->base(), heap->capacity(), heap->mapping(), Block(block, size), nullptr, getpid()};
+  peers[static_cast<size_t>(me)] = {heap->base(),       heap->capacity(), heap->mapping(),
+                                    Block(block, size), nullptr,          getpid()};
   std::vector<Knock> knocks;
   int missing = size - 1;
   auto give_up = [&]() -> std::unique_ptr<Engine> {
@@ -184,13 +189,16 @@ std::unique_ptr<Engine> Doorway::join(std::shared_ptr<Heap> heap, GroupFacts fac
       if (s >= 0) ::close(s);
       errno = error;
       fail(failure, error == ECONNREFUSED ? Code::peer_lost : Code::system,
-           system_error(("cannot reach rank " + std::to_string(r) + " (on another host, in another network namespace, or gone)").c_str()),
+           system_error(
+               ("cannot reach rank " + std::to_string(r) + " (on another host, in another network namespace, or gone)")
+                   .c_str()),
            {r});
       return give_up();
     }
     if (!same_user(s, pid) || !send_hello(s, mine, heap->fd())) {
       ::close(s);
-      fail(failure, Code::system, "rank " + std::to_string(r) + " runs under another user, or closed the connection", {r});
+      fail(failure, Code::system, "rank " + std::to_string(r) + " runs under another user, or closed the connection",
+           {r});
       return give_up();
     }
     knocks.push_back({s, r});
@@ -227,8 +235,9 @@ std::unique_ptr<Engine> Doorway::join(std::shared_ptr<Heap> heap, GroupFacts fac
       pid_t pid = 0;
       bool known = fd >= 0 && hello.magic == kHelloMagic && hello.nonce == nonce && same_user(k.socket, pid);
       if (known && hello.layout != kLayoutVersion) {
-        fail(failure, Code::system, "another rank runs a different version of unisono (memory layout " +
-                                        std::to_string(hello.layout) + ", here " + std::to_string(kLayoutVersion) + ")");
+        fail(failure, Code::system,
+             "another rank runs a different version of unisono (memory layout " + std::to_string(hello.layout) +
+                 ", here " + std::to_string(kLayoutVersion) + ")");
         ::close(fd);
         ::close(k.socket);
         knocks.erase(knocks.begin(), knocks.begin() + static_cast<ptrdiff_t>(i) + 1);
@@ -247,7 +256,8 @@ std::unique_ptr<Engine> Doorway::join(std::shared_ptr<Heap> heap, GroupFacts fac
         ::close(k.socket);
         if (k.rank >= 0 || (known && !mapping)) {  // a rank we need, not a stranger
           if (failure.code == Code::ok)
-            fail(failure, Code::peer_lost, "rank " + std::to_string(k.rank) + " closed the connection while joining", {k.rank});
+            fail(failure, Code::peer_lost, "rank " + std::to_string(k.rank) + " closed the connection while joining",
+                 {k.rank});
           knocks.erase(knocks.begin(), knocks.begin() + static_cast<ptrdiff_t>(i) + 1);
           knocks.insert(knocks.end(), waiting.begin(), waiting.end());
           return give_up();
@@ -255,8 +265,12 @@ std::unique_ptr<Engine> Doorway::join(std::shared_ptr<Heap> heap, GroupFacts fac
         continue;
       }
       hellos[static_cast<size_t>(hello.rank)] = hello;
-      peers[static_cast<size_t>(hello.rank)] = {mapping->base(), hello.capacity, mapping, Block(mapping->base() + hello.block, size),
-                                                std::make_shared<Link>(k.socket, pid), pid};
+      peers[static_cast<size_t>(hello.rank)] = {mapping->base(),
+                                                hello.capacity,
+                                                mapping,
+                                                Block(mapping->base() + hello.block, size),
+                                                std::make_shared<Link>(k.socket, pid),
+                                                pid};
       missing--;
     }
     knocks = std::move(waiting);
@@ -293,7 +307,8 @@ std::unique_ptr<Engine> split(Group& parent, const std::vector<int>& members, co
   for (size_t i = 0; i < members.size(); i++) {
     Peer peer = parent.peer(members[i]);
     if (blocks[i] > peer.heap_capacity || Block::bytes(facts.size) > peer.heap_capacity - blocks[i]) {
-      fail(failure, Code::system, "rank " + std::to_string(members[i]) + " published an impossible block", {members[i]});
+      fail(failure, Code::system, "rank " + std::to_string(members[i]) + " published an impossible block",
+           {members[i]});
       return nullptr;
     }
     peer.block = Block(peer.heap_base + blocks[i], facts.size);

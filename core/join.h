@@ -1,5 +1,5 @@
-// How ranks on one host meet: an abstract Unix socket per rank, named through the Store, over which every pair exchanges
-// one hello in each direction and the descriptors of their heaps.
+// How ranks on one host meet: an abstract Unix socket per rank, named through the Store, over which every pair
+// exchanges one hello in each direction and the descriptors of their heaps.
 //
 // Steps: every rank opens a listening socket with a random name and publishes it (Python, through the Store); rank r
 // connects to the ranks below it and accepts those above it; both ends check that the other runs under the same user

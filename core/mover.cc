@@ -50,17 +50,20 @@ Code Mover::leave() {
 Code Mover::pause(size_t& since) {
   since = 0;
   // A peer that has passed its exit owes nothing any more.
-  return g_.health(c_, [&](int r) {
-    return g_.flag_of(r, Phase::exit, c_.seq).load(std::memory_order_acquire) < c_.seq;
-  });
+  return g_.health(c_,
+                   [&](int r) { return g_.flag_of(r, Phase::exit, c_.seq).load(std::memory_order_acquire) < c_.seq; });
 }
 
 Code Mover::run() {
   switch (c_.verb) {
-    case Verb::barrier: return Code::ok;
-    case Verb::all_reduce: case Verb::reduce: case Verb::reduce_scatter:
+    case Verb::barrier:
+      return Code::ok;
+    case Verb::all_reduce:
+    case Verb::reduce:
+    case Verb::reduce_scatter:
       return all_buffered() ? reduce_buffered() : reduce_shared();
-    default: return all_buffered() ? copy_buffered() : copy_shared();
+    default:
+      return all_buffered() ? copy_buffered() : copy_shared();
   }
 }
 

@@ -27,7 +27,7 @@ class Mover {
   bool buffered(int r) const { return descriptor(r).input != Holder::place; }
   bool all_buffered() const;
   size_t bytes(size_t count) const { return count * element_; }
-  Code leave();  // step 6
+  Code leave();               // step 6
   Code pause(size_t& since);  // between blocks of long work: has anything happened?
 
   // copy_verbs.cc: broadcast, all_gather, gather, scatter, all_to_all
@@ -35,7 +35,7 @@ class Mover {
   Code copy_shared();
   Code copy_to_all(bool& done);
   Code copy_staged(const std::vector<size_t>& staged);
-  size_t segment(int from, int to) const;                    // elements that go from one rank to another
+  size_t segment(int from, int to) const;                   // elements that go from one rank to another
   const std::byte* segment_source(int from, int to) const;  // null: not visible here
   std::byte* segment_target(int from, int to) const;
   Code copy_block(std::byte* to, const std::byte* from, size_t bytes, bool stream, size_t& since);

@@ -37,7 +37,9 @@ void Post::add(std::shared_ptr<Message> message) {
   step();
 }
 
-void Post::finish(Message& m) { m.finished.store(true, std::memory_order_release); }
+void Post::finish(Message& m) {
+  m.finished.store(true, std::memory_order_release);
+}
 
 void Post::sweep() {
   std::erase_if(lingering_, [&](const Lingering& l) {
@@ -131,8 +133,9 @@ bool Post::posted(int from, uint64_t i) const {
 
 void Post::refuse(Message& m, const Letter& letter) {
   fail(m.failure, Code::mismatch,
-       "expected " + std::to_string(m.bytes) + " bytes of " + dtype_name(m.dtype) + " from rank " + std::to_string(m.source) +
-           ", which sent " + std::to_string(letter.bytes) + " bytes of " + dtype_name(letter.dtype),
+       "expected " + std::to_string(m.bytes) + " bytes of " + dtype_name(m.dtype) + " from rank " +
+           std::to_string(m.source) + ", which sent " + std::to_string(letter.bytes) + " bytes of " +
+           dtype_name(letter.dtype),
        {m.source});
   Reply& reply = g_.peer(g_.rank()).block.reply(m.source, m.letter);
   reply.error = 1;
@@ -175,7 +178,8 @@ bool Post::match_unasked(Message& m) {
     } else if (held.bytes != m.bytes || held.dtype != m.dtype) {
       fail(m.failure, Code::mismatch,
            "expected " + std::to_string(m.bytes) + " bytes of " + dtype_name(m.dtype) + " from rank " +
-               std::to_string(m.source) + ", which sent " + std::to_string(held.bytes) + " bytes of " + dtype_name(held.dtype),
+               std::to_string(m.source) + ", which sent " + std::to_string(held.bytes) + " bytes of " +
+               dtype_name(held.dtype),
            {m.source});
     } else if (m.bytes) {
       copy_bytes(m.data, held.data, m.bytes);

@@ -1,7 +1,7 @@
 // Point-to-point messages of one group: letters from one rank to another, matched by tag.
 //
-// Each ordered pair of ranks has a ring of letters (control.h). A short message travels in the letter; one in the heap is
-// read where it is; any other goes through a small buffer of the sender's heap that both ends work through in turns.
+// Each ordered pair of ranks has a ring of letters (control.h). A short message travels in the letter; one in the heap
+// is read where it is; any other goes through a small buffer of the sender's heap that both ends work through in turns.
 // Sends and receives do not stand in the group's order of collectives: all pending ones advance together (`step`),
 // driven by whoever waits for one of them. Letters to one rank are posted in order; a receive takes the oldest letter
 // with its tag; when letters nobody asked for fill the whole ring, the oldest is taken into memory of our own.
@@ -28,8 +28,8 @@ struct Message {
   DType dtype = DType::u8;
 
   std::atomic<bool> finished{false};
-  Failure failure;      // valid when finished
-  int source = -1;      // of a finished receive
+  Failure failure;  // valid when finished
+  int source = -1;  // of a finished receive
   uint64_t seq = 0;
 
  private:
@@ -37,8 +37,8 @@ struct Message {
   bool started = false;
   uint64_t letter = 0;
   size_t moved = 0;
-  std::byte* buffer = nullptr;            // staged sends
-  std::unique_ptr<std::byte[]> unasked;   // receives nobody asked for yet
+  std::byte* buffer = nullptr;           // staged sends
+  std::unique_ptr<std::byte[]> unasked;  // receives nobody asked for yet
 };
 
 class Post {

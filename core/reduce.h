@@ -14,13 +14,13 @@ namespace unisono {
 struct Reduction {
   DType dtype;
   RedOp op;
-  size_t count;              // elements
-  const void* const* src;    // nsrc pointers, any alignment that suits one element or worse
-  size_t nsrc;               // >= 1
-  void* const* dst;          // ndst pointers; each may be equal to one of src, never overlap it otherwise
-  size_t ndst;               // >= 1
-  const double* factors;     // nsrc numbers, read for premul_sum only
-  bool stream;               // outputs will not be read soon: use non-temporal stores, fenced before return
+  size_t count;            // elements
+  const void* const* src;  // nsrc pointers, any alignment that suits one element or worse
+  size_t nsrc;             // >= 1
+  void* const* dst;        // ndst pointers; each may be equal to one of src, never overlap it otherwise
+  size_t ndst;             // >= 1
+  const double* factors;   // nsrc numbers, read for premul_sum only
+  bool stream;             // outputs will not be read soon: use non-temporal stores, fenced before return
 };
 
 // What this pair means nothing for: bitwise ops on floats, MIN/MAX of complex, AVG of bool, PREMUL_SUM of
@@ -30,9 +30,9 @@ bool reduction_exists(DType dtype, RedOp op);
 void reduce(const Reduction& r);
 
 enum class Isa : uint8_t { scalar, avx2, avx512 };
-Isa best_isa();                  // of this CPU (and operating system)
-Isa current_isa();               // what reduce() and copies use; starts as best_isa()
-bool set_isa(Isa isa);           // for tests and for groups whose CPUs differ; false if this CPU lacks it
+Isa best_isa();         // of this CPU (and operating system)
+Isa current_isa();      // what reduce() and copies use; starts as best_isa()
+bool set_isa(Isa isa);  // for tests and for groups whose CPUs differ; false if this CPU lacks it
 const char* isa_name(Isa isa);
 
 // Copies of non-overlapping memory. `copy_stream` bypasses the caches on the way out and fences before return.

@@ -168,8 +168,7 @@ struct Step {
   static UNISONO_INLINE Vec<Scalar> join(Vec<Scalar> x, Vec<Scalar> y) {
     if constexpr (op == RedOp::avg && std::is_signed_v<Scalar> && std::is_integral_v<Scalar>) {
       using Unsigned = std::make_unsigned_t<Scalar>;  // signed overflow would be undefined
-      return reinterpret_cast<Vec<Scalar>>(reinterpret_cast<Vec<Unsigned>>(x) +
-                                           reinterpret_cast<Vec<Unsigned>>(y));
+      return reinterpret_cast<Vec<Scalar>>(reinterpret_cast<Vec<Unsigned>>(x) + reinterpret_cast<Vec<Unsigned>>(y));
     } else {
       return combine<op, Scalar>(x, y);
     }
@@ -238,8 +237,8 @@ constexpr size_t tile_bytes = 4096;
 // One group of sources over `vectors` consecutive vectors: from the tile (or nothing, for the first group)
 // into the tile (or the outputs, for the last group).
 template <class S, size_t vectors>
-UNISONO_INLINE void reduce_block(const KernelTask& task, size_t at, const typename S::Scalar* factors,
-                                 size_t begin, size_t end, typename S::Acc* tile) {
+UNISONO_INLINE void reduce_block(const KernelTask& task, size_t at, const typename S::Scalar* factors, size_t begin,
+                                 size_t end, typename S::Acc* tile) {
   typename S::Acc acc[vectors];
   size_t s = begin;
   if (begin == 0) {

@@ -1,9 +1,9 @@
 // The verbs that combine: all_reduce, reduce, reduce_scatter.
 //
-// The elements form one space: a single span for all_reduce (for everybody) and reduce (for the root), one span per rank
-// for reduce_scatter. Buffered calls: every rank reduces what it wants for itself. Otherwise the space is worked off in
-// pieces; a piece takes the same fraction of every span, and each rank reduces an equal byte range of it, whoever the
-// result is for: it loads the range from all inputs, in rank order, and stores to all outputs it can see.
+// The elements form one space: a single span for all_reduce (for everybody) and reduce (for the root), one span per
+// rank for reduce_scatter. Buffered calls: every rank reduces what it wants for itself. Otherwise the space is worked
+// off in pieces; a piece takes the same fraction of every span, and each rank reduces an equal byte range of it,
+// whoever the result is for: it loads the range from all inputs, in rank order, and stores to all outputs it can see.
 // When everything is visible there is one piece and nothing is staged. Otherwise, step p of the pipeline:
 //   copy in    a rank whose input is hidden puts piece p into its stage (but for the range it reduces itself)
 //   reduce     piece p - 1; results for hidden outputs go into this rank's out stage
@@ -98,7 +98,8 @@ Code Mover::reduce_shared() {
   const bool in_place = c_.in && c_.in == c_.out;
   const bool stream = !in_place && bytes(total) >= stream_threshold();
   std::vector<double> factors(ranks);
-  for (int r = 0; r < size_; r++) factors[static_cast<size_t>(r)] = c_.op == RedOp::premul_sum ? descriptor(r).factor : 1;
+  for (int r = 0; r < size_; r++)
+    factors[static_cast<size_t>(r)] = c_.op == RedOp::premul_sum ? descriptor(r).factor : 1;
 
   // The range of a piece that rank r reduces, in elements from the piece's begin.
   auto piece_count = [&](uint64_t p) {
@@ -156,7 +157,8 @@ Code Mover::reduce_shared() {
             dst.push_back(out[s * ranks + r] + bytes(element + done));
         }
         if (to_stage) dst.push_back(g_.mine_.stage_out(p) + bytes(at + done));
-        unisono::reduce({c_.dtype, c_.op, part, src.data(), ranks, dst.data(), dst.size(), factors.data(), stream && !to_stage});
+        unisono::reduce(
+            {c_.dtype, c_.op, part, src.data(), ranks, dst.data(), dst.size(), factors.data(), stream && !to_stage});
         since += bytes(part) * ranks;
         if (since >= (32 << 20)) code = pause(since);
       }

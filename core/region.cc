@@ -50,8 +50,12 @@ size_t default_stride() {
   return std::bit_ceil(ram);
 }
 
-void before_fork() { region_mutex.lock(); }
-void after_fork_parent() { region_mutex.unlock(); }
+void before_fork() {
+  region_mutex.lock();
+}
+void after_fork_parent() {
+  region_mutex.unlock();
+}
 void after_fork_child() {
   generation.fetch_add(1, std::memory_order_relaxed);
   for (Mapping* mapping : region.live)
@@ -90,9 +94,13 @@ bool open_region(Failure& failure) {
 
 }  // namespace
 
-std::string system_error(const char* what) { return std::string(what) + ": " + std::strerror(errno); }
+std::string system_error(const char* what) {
+  return std::string(what) + ": " + std::strerror(errno);
+}
 
-int fork_generation() { return generation.load(std::memory_order_relaxed); }
+int fork_generation() {
+  return generation.load(std::memory_order_relaxed);
+}
 
 Token random_token() {
   Token t;
@@ -115,8 +123,9 @@ std::shared_ptr<Mapping> Mapping::map(int fd, size_t capacity, Failure& failure)
   std::lock_guard lock(region_mutex);
   if (!open_region(failure)) return nullptr;
   if (capacity > region.stride) {
-    fail(failure, Code::no_memory, "a peer's heap may grow to " + std::to_string(capacity) + " bytes, this process keeps " +
-                                       std::to_string(region.stride) + " for each; set the same UNISONO_HEAP_MAX on all ranks");
+    fail(failure, Code::no_memory,
+         "a peer's heap may grow to " + std::to_string(capacity) + " bytes, this process keeps " +
+             std::to_string(region.stride) + " for each; set the same UNISONO_HEAP_MAX on all ranks");
     return nullptr;
   }
   size_t slot = 0;
@@ -195,8 +204,8 @@ std::shared_ptr<Mapping> map_peer(const Token& token, int fd, size_t capacity, F
 
 bool in_region(const void* p) {
   std::byte* begin = region_begin.load(std::memory_order_acquire);
-  return begin && static_cast<size_t>(static_cast<const std::byte*>(p) - begin) <
-                      region_bytes.load(std::memory_order_relaxed);
+  return begin &&
+         static_cast<size_t>(static_cast<const std::byte*>(p) - begin) < region_bytes.load(std::memory_order_relaxed);
 }
 
 std::shared_ptr<Mapping> mapping_of(const void* p) {

@@ -50,9 +50,7 @@ class Mapping {
 
   std::byte* base() const { return base_; }
   size_t capacity() const { return capacity_; }
-  bool holds(const void* p) const {
-    return static_cast<size_t>(static_cast<const std::byte*>(p) - base_) < capacity_;
-  }
+  bool holds(const void* p) const { return static_cast<size_t>(static_cast<const std::byte*>(p) - base_) < capacity_; }
   // Makes page-table entries for the whole megabytes inside [p, p + bytes) in one go instead of one fault a page.
   // Only for memory its owner has reserved. Cheap when already done.
   void populate(const std::byte* p, size_t bytes);

@@ -40,29 +40,40 @@ bool convert(dlpack::DataType t, DType& out) {
       if (t.bits == 32) return out = DType::f32, true;
       if (t.bits == 16) return out = DType::f16, true;
       return false;
-    case dlpack::kBfloat: return out = DType::bf16, t.bits == 16;
+    case dlpack::kBfloat:
+      return out = DType::bf16, t.bits == 16;
     case dlpack::kInt:
       switch (t.bits) {
-        case 8: return out = DType::i8, true;
-        case 16: return out = DType::i16, true;
-        case 32: return out = DType::i32, true;
-        case 64: return out = DType::i64, true;
+        case 8:
+          return out = DType::i8, true;
+        case 16:
+          return out = DType::i16, true;
+        case 32:
+          return out = DType::i32, true;
+        case 64:
+          return out = DType::i64, true;
       }
       return false;
     case dlpack::kUInt:
       switch (t.bits) {
-        case 8: return out = DType::u8, true;
-        case 16: return out = DType::u16, true;
-        case 32: return out = DType::u32, true;
-        case 64: return out = DType::u64, true;
+        case 8:
+          return out = DType::u8, true;
+        case 16:
+          return out = DType::u16, true;
+        case 32:
+          return out = DType::u32, true;
+        case 64:
+          return out = DType::u64, true;
       }
       return false;
-    case dlpack::kBool: return out = DType::boolean, t.bits == 8;
+    case dlpack::kBool:
+      return out = DType::boolean, t.bits == 8;
     case dlpack::kComplex:
       if (t.bits == 64) return out = DType::c64, true;
       if (t.bits == 128) return out = DType::c128, true;
       return false;
-    default: return out = DType::opaque8, t.bits == 8;  // the float8 family: moved, not reduced
+    default:
+      return out = DType::opaque8, t.bits == 8;  // the float8 family: moved, not reduced
   }
 }
 
@@ -75,8 +86,9 @@ std::string attribute(nb::handle object, const char* name) {
 
 void learn_tensor_type(nb::handle type) {
   nb::object capsule = nb::getattr(type, "__dlpack_c_exchange_api__", nb::none());
-  auto* table = capsule.is_none() ? nullptr
-                                  : static_cast<dlpack::Exchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  auto* table = capsule.is_none()
+                    ? nullptr
+                    : static_cast<dlpack::Exchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
   if (!table || table->major != 1 || !table->view_object || !table->to_object) {
     PyErr_Clear();
     throw nb::import_error("this torch offers no DLPack C exchange table; unisono needs torch 2.13 or newer");
@@ -85,27 +97,33 @@ void learn_tensor_type(nb::handle type) {
   tensor_type = reinterpret_cast<PyTypeObject*>(type.ptr());
 }
 
-bool is_tensor(nb::handle object) { return PyObject_TypeCheck(object.ptr(), tensor_type); }
+bool is_tensor(nb::handle object) {
+  return PyObject_TypeCheck(object.ptr(), tensor_type);
+}
 
 View view_tensor(nb::handle object, const char* argument) {
   if (!is_tensor(object))
     throw nb::type_error(("argument '" + std::string(argument) + "' must be a torch.Tensor, got " +
-                          nb::cast<std::string>(nb::str(object.type().attr("__name__")))).c_str());
+                          nb::cast<std::string>(nb::str(object.type().attr("__name__"))))
+                             .c_str());
   dlpack::Tensor t;
   if (exchange->view_object(object.ptr(), &t) != 0) {
     // The table knows no such device, layout or dtype; say which in the words of the user.
     PyErr_Clear();
     throw nb::value_error(("argument '" + std::string(argument) + "' must be a dense CPU tensor, got device " +
                            attribute(object, "device") + ", layout " + attribute(object, "layout") + ", dtype " +
-                           attribute(object, "dtype")).c_str());
+                           attribute(object, "dtype"))
+                              .c_str());
   }
   if (t.device.type != dlpack::kCpu)
-    throw nb::value_error(("argument '" + std::string(argument) + "' must be on the CPU, got device " +
-                           attribute(object, "device")).c_str());
+    throw nb::value_error(
+        ("argument '" + std::string(argument) + "' must be on the CPU, got device " + attribute(object, "device"))
+            .c_str());
   View view;
   if (!convert(t.dtype, view.dtype))
     throw nb::type_error(("argument '" + std::string(argument) + "' has dtype " + attribute(object, "dtype") +
-                          ", which unisono does not know").c_str());
+                          ", which unisono does not know")
+                             .c_str());
   view.count = 1;
   bool contiguous = true;
   int64_t expected = 1;
@@ -117,14 +135,17 @@ View view_tensor(nb::handle object, const char* argument) {
   if (!contiguous && view.count > 0)
     throw nb::value_error(("argument '" + std::string(argument) + "' must be contiguous, got shape " +
                            attribute(object, "shape") + " with strides " +
-                           nb::cast<std::string>(nb::str(object.attr("stride")()))).c_str());
+                           nb::cast<std::string>(nb::str(object.attr("stride")())))
+                              .c_str());
   view.data = static_cast<std::byte*>(t.data) + t.byte_offset;
   // Lazy conjugation and negation are bits beside the data; a view that has one and is contiguous has one element
   // at most, or is complex.
   bool complex = view.dtype == DType::c64 || view.dtype == DType::c128;
-  if ((complex && nb::cast<bool>(object.attr("is_conj")())) || (view.count == 1 && nb::cast<bool>(object.attr("is_neg")())))
+  if ((complex && nb::cast<bool>(object.attr("is_conj")())) ||
+      (view.count == 1 && nb::cast<bool>(object.attr("is_neg")())))
     throw nb::value_error(("argument '" + std::string(argument) +
-                           "' is a lazily conjugated or negated view; call resolve_conj() or resolve_neg() first").c_str());
+                           "' is a lazily conjugated or negated view; call resolve_conj() or resolve_neg() first")
+                              .c_str());
   if (view.count > 0 && t.data == nullptr)
     throw nb::value_error(("argument '" + std::string(argument) + "' has no memory (a fake or meta tensor)").c_str());
   return view;
@@ -135,7 +156,8 @@ std::string tensor_words(nb::handle object) {
     if (!is_tensor(object)) return "";
     std::string dtype = attribute(object, "dtype");
     if (dtype.rfind("torch.", 0) == 0) dtype.erase(0, 6);
-    return dtype + "  " + nb::cast<std::string>(nb::str(nb::steal(PySequence_List(nb::object(object.attr("shape")).ptr()))));
+    return dtype + "  " +
+           nb::cast<std::string>(nb::str(nb::steal(PySequence_List(nb::object(object.attr("shape")).ptr()))));
   } catch (...) {
     PyErr_Clear();
     return "";

@@ -9,10 +9,21 @@
 namespace unisono {
 
 enum class DType : uint8_t {
-  f64, f32, f16, bf16,
-  i8, i16, i32, i64,
-  u8, u16, u32, u64,
-  boolean, c64, c128,
+  f64,
+  f32,
+  f16,
+  bf16,
+  i8,
+  i16,
+  i32,
+  i64,
+  u8,
+  u16,
+  u32,
+  u64,
+  boolean,
+  c64,
+  c128,
   opaque8,  // moved but never reduced: float8 and other one-byte formats
   count_
 };
@@ -20,17 +31,40 @@ enum class DType : uint8_t {
 enum class RedOp : uint8_t { sum, avg, product, min, max, band, bor, bxor, premul_sum, none, count_ };
 
 enum class Verb : uint8_t {
-  barrier, all_reduce, reduce, broadcast, all_gather, reduce_scatter,
-  gather, scatter, all_to_all, send, recv, count_
+  barrier,
+  all_reduce,
+  reduce,
+  broadcast,
+  all_gather,
+  reduce_scatter,
+  gather,
+  scatter,
+  all_to_all,
+  send,
+  recv,
+  count_
 };
 
 constexpr size_t dtype_bytes(DType t) {
   switch (t) {
-    case DType::f64: case DType::i64: case DType::u64: case DType::c64: return 8;
-    case DType::f32: case DType::i32: case DType::u32: return 4;
-    case DType::f16: case DType::bf16: case DType::i16: case DType::u16: return 2;
-    case DType::c128: return 16;
-    default: return 1;
+    case DType::f64:
+    case DType::i64:
+    case DType::u64:
+    case DType::c64:
+      return 8;
+    case DType::f32:
+    case DType::i32:
+    case DType::u32:
+      return 4;
+    case DType::f16:
+    case DType::bf16:
+    case DType::i16:
+    case DType::u16:
+      return 2;
+    case DType::c128:
+      return 16;
+    default:
+      return 1;
   }
 }
 

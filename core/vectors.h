@@ -132,8 +132,7 @@ UNISONO_INLINE Bytes pack_bf16(FloatPair v) {
   // Results below 2^-14: adding 0.5 moves the float16 denormal step to the last bit of the sum, so the
   // addition itself rounds to nearest even.
   const Floats half = Floats{} + 0.5f;
-  const Words denormal =
-      reinterpret_cast<Words>(reinterpret_cast<Floats>(m) + half) - reinterpret_cast<Words>(half);
+  const Words denormal = reinterpret_cast<Words>(reinterpret_cast<Floats>(m) + half) - reinterpret_cast<Words>(half);
   const Words nan = ((m >> 13) & 0x3ffu) | 0x7e00u;
   Words bits = magnitude < (113 << 23) ? denormal : normal;
   bits = magnitude >= ((127 + 16) << 23) ? Words{} + 0x7c00u : bits;
@@ -144,8 +143,7 @@ UNISONO_INLINE Bytes pack_bf16(FloatPair v) {
 UNISONO_INLINE FloatPair unpack_f16(const char* from) {
 #if defined(__AVX512F__)
   // The maskz forms are the same instructions; GCC 12 warns of uninitialised reads inside the plain ones.
-  return {_mm512_maskz_cvtph_ps(0xffff, load<__m256i>(from)),
-          _mm512_maskz_cvtph_ps(0xffff, load<__m256i>(from + 32))};
+  return {_mm512_maskz_cvtph_ps(0xffff, load<__m256i>(from)), _mm512_maskz_cvtph_ps(0xffff, load<__m256i>(from + 32))};
 #elif defined(__F16C__)
   return {_mm256_cvtph_ps(load<__m128i>(from)), _mm256_cvtph_ps(load<__m128i>(from + 16))};
 #else
@@ -158,8 +156,7 @@ UNISONO_INLINE Bytes pack_f16(FloatPair v) {
 #if defined(__AVX512F__)
   const __m256i low = _mm512_maskz_cvtps_ph(0xffff, v.a, _MM_FROUND_TO_NEAREST_INT);
   const __m256i high = _mm512_maskz_cvtps_ph(0xffff, v.b, _MM_FROUND_TO_NEAREST_INT);
-  const Halves packed =
-      reinterpret_cast<Halves>(_mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(low), high, 1));
+  const Halves packed = reinterpret_cast<Halves>(_mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(low), high, 1));
 #elif defined(__F16C__)
   const __m128i low = _mm256_cvtps_ph(v.a, _MM_FROUND_TO_NEAREST_INT);
   const __m128i high = _mm256_cvtps_ph(v.b, _MM_FROUND_TO_NEAREST_INT);

@@ -18,8 +18,12 @@ namespace {
 std::mutex registry_mutex;
 std::vector<Link*>& registry = *new std::vector<Link*>;  // never destroyed: links may outlive static objects
 
-void before_fork() { registry_mutex.lock(); }
-void after_fork_parent() { registry_mutex.unlock(); }
+void before_fork() {
+  registry_mutex.lock();
+}
+void after_fork_parent() {
+  registry_mutex.unlock();
+}
 void after_fork_child() {
   for (Link* link : registry) link->close_in_child();
   registry.clear();
@@ -107,12 +111,20 @@ std::string process_state(pid_t pid) {
   if (!std::getline(file, line)) return "gone";
   size_t end = line.rfind(')');
   switch (end == std::string::npos || end + 2 >= line.size() ? '?' : line[end + 2]) {
-    case 'R': return "running";
-    case 'S': return "sleeping";
-    case 'D': return "waiting for a device";
-    case 'T': case 't': return "stopped";
-    case 'Z': case 'X': return "gone";
-    default: return "unknown";
+    case 'R':
+      return "running";
+    case 'S':
+      return "sleeping";
+    case 'D':
+      return "waiting for a device";
+    case 'T':
+    case 't':
+      return "stopped";
+    case 'Z':
+    case 'X':
+      return "gone";
+    default:
+      return "unknown";
   }
 }
 

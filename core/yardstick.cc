@@ -55,10 +55,10 @@ class Region {
   explicit Region(size_t bytes) : bytes_(std::max(bytes, kPage)) {
     const int fd = memfd_create("unisono-yardstick", MFD_CLOEXEC);
     if (fd < 0) throw std::system_error(errno, std::generic_category(), "yardstick: memfd_create");
-    const bool reserved = ftruncate(fd, static_cast<off_t>(bytes_)) == 0 &&
-                          fallocate(fd, 0, 0, static_cast<off_t>(bytes_)) == 0;
-    void* base = reserved ? mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0)
-                          : MAP_FAILED;
+    const bool reserved =
+        ftruncate(fd, static_cast<off_t>(bytes_)) == 0 && fallocate(fd, 0, 0, static_cast<off_t>(bytes_)) == 0;
+    void* base =
+        reserved ? mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0) : MAP_FAILED;
     close(fd);
     if (base == MAP_FAILED) throw std::bad_alloc();
     base_ = next_ = static_cast<char*>(base);
@@ -195,8 +195,7 @@ std::vector<Strip> strips_of(Verb verb, const Shape& shape, const Buffers& at) {
     case Verb::all_to_all:
       for (size_t to = 0; to < ranks; ++to)
         for (size_t from = 0; from < ranks; ++from)
-          work.push_back(
-              {{at.in[from] + shape.bounds[to]}, {at.out[to] + from * shape.chunk(to)}, shape.chunk(to)});
+          work.push_back({{at.in[from] + shape.bounds[to]}, {at.out[to] + from * shape.chunk(to)}, shape.chunk(to)});
       break;
     default:
       break;

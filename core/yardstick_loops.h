@@ -16,11 +16,7 @@ struct Strip {
   size_t bytes;
 };
 
-enum class Store : uint8_t {
-  cached,
-  streaming,
-  string_move
-};  // streaming: non-temporal; the last: rep movsb
+enum class Store : uint8_t { cached, streaming, string_move };  // streaming: non-temporal; the last: rep movsb
 
 // Does all of them, in order. Where a kind of store cannot be used (alignment, CPU) the next plainer one is.
 void move_strips(const std::vector<Strip>& strips, Store store);

@@ -50,7 +50,14 @@ class Communicator:
     pids: list[int]
     def barrier(self, timeout_s: float, run_async: bool, /) -> Pending | None: ...
     def all_reduce(
-        self, tensor: torch.Tensor, out: torch.Tensor | None, op: int, factor: float, timeout_s: float, run_async: bool, /
+        self,
+        tensor: torch.Tensor,
+        out: torch.Tensor | None,
+        op: int,
+        factor: float,
+        timeout_s: float,
+        run_async: bool,
+        /,
     ) -> Pending | None: ...
     def reduce(
         self,

@@ -68,6 +68,7 @@ def serve_calls(channel: socket.socket, rank: int, setting: dict[str, Any]) -> N
 
 def _join_group(path: Path, rank: int, name: str, setting: dict[str, Any]) -> Group:
     from torch.distributed import FileStore  # type: ignore[attr-defined]
+
     from unisono.group import Group
 
     store = FileStore(str(path), setting["size"])
@@ -97,8 +98,7 @@ def _import_main(main: dict[str, str]) -> None:
         names = runpy.run_path(main["path"], run_name="__mp_main__")
     else:
         raise TypeError(
-            "fn is defined in a main program that has no file, so a rank cannot import it\n"
-            "  Put it into a module."
+            "fn is defined in a main program that has no file, so a rank cannot import it\n  Put it into a module."
         )
     module = types.ModuleType("__mp_main__")
     module.__dict__.update(names)

@@ -72,9 +72,7 @@ class Nursery:
             ready = b""
         if ready != b"ready":
             self.end()
-            raise RuntimeError(
-                f"the process that ranks are forked from did not start: {' '.join(command[:2])}"
-            )
+            raise RuntimeError(f"the process that ranks are forked from did not start: {' '.join(command[:2])}")
         self.control.settimeout(_KILL_S)
 
     @classmethod
@@ -123,9 +121,7 @@ atexit.register(Nursery.stop)
 class Ranks:
     """`n` started ranks, with the folder that holds their store, calls and results."""
 
-    def __init__(
-        self, n: int, group_timeout_s: float, num_threads: int, env: Mapping[str, str] | None
-    ) -> None:
+    def __init__(self, n: int, group_timeout_s: float, num_threads: int, env: Mapping[str, str] | None) -> None:
         if n < 1:
             raise ValueError(f"n: expected at least 1 rank, got {n}")
         if _rank_calls.importing_main:
@@ -166,9 +162,7 @@ class Ranks:
             self.close()
             raise
 
-    def call(
-        self, call: bytes, timeout_s: float, grace_s: float, *, last: bool, own_group: bool
-    ) -> list[Any]:
+    def call(self, call: bytes, timeout_s: float, grace_s: float, *, last: bool, own_group: bool) -> list[Any]:
         """Results by rank, a RankFailure for each that failed; every rank has answered or was killed."""
         deadline = time.monotonic() + timeout_s
         self.calls += 1
@@ -184,9 +178,7 @@ class Ranks:
         reason = f"still running at the deadline, {timeout_s:g} s after the start"
         failed = False
         while len(results) < self.size:
-            for rank, note in self._receive(
-                set(range(self.size)) - set(results), deadline - time.monotonic()
-            ):
+            for rank, note in self._receive(set(range(self.size)) - set(results), deadline - time.monotonic()):
                 if note.get("done") == number:
                     results[rank] = self._read_result(rank, number)
                 elif "exit_code" in note:
@@ -245,9 +237,7 @@ class Ranks:
         for fd in by_fd:
             poll.register(fd, select.POLLIN)
         notes: list[tuple[int, dict[str, Any]]] = [
-            (rank, {"exit_code": self.exit_codes[rank]})
-            for rank in ranks
-            if self.exit_codes[rank] is not None
+            (rank, {"exit_code": self.exit_codes[rank]}) for rank in ranks if self.exit_codes[rank] is not None
         ]
         if notes:
             return notes

@@ -212,9 +212,7 @@ def table_row(row: dict[str, Any]) -> str:
     def ratio(top: float | None, bottom: float | None) -> str:
         return number(top / bottom if top is not None and bottom else None, 6)
 
-    parts = [
-        f"{row['size_bytes']:>12} {row['count']:>11} {row['dtype']:>8} {row['redop']:>7} {row['root']:>6} "
-    ]
+    parts = [f"{row['size_bytes']:>12} {row['count']:>11} {row['dtype']:>8} {row['redop']:>7} {row['root']:>6} "]
     heap, private, limit, gloo = (time_of(kind) for kind in ("heap", "private", "limit", "gloo"))
     for kind in ("heap", "private"):
         entry = row.get(kind) or {}
@@ -235,9 +233,7 @@ def add_bandwidths(row: dict[str, Any]) -> None:
             row[kind]["busbw"] = row[kind]["algbw"] * OPS[row["op"]].bus(row["ranks"])
 
 
-def run_ranks_of(
-    args: argparse.Namespace, ranks: int, cpus: int, kinds: tuple[str, ...]
-) -> list[dict[str, Any]]:
+def run_ranks_of(args: argparse.Namespace, ranks: int, cpus: int, kinds: tuple[str, ...]) -> list[dict[str, Any]]:
     """All tables for one number of ranks, printed as they come."""
     gloo = args.against == "gloo"
     rows: list[dict[str, Any]] = []
@@ -251,9 +247,7 @@ def run_ranks_of(
                     used = kinds if op != "barrier" else kinds[:1]
                     need = (len(used) + 1) * OPS[op].buffers(ranks) * case.size_bytes
                     if need > MEMORY_SHARE * free_bytes():
-                        print(
-                            f"# {show_bytes(case.size_bytes)} left out: needs {show_bytes(need)}", flush=True
-                        )
+                        print(f"# {show_bytes(case.size_bytes)} left out: needs {show_bytes(need)}", flush=True)
                         continue
                     order = Order(used, gloo, bool(args.check), args.rounds, args.seconds)
                     row = pool.run(measure, case, order, timeout_s=900)[0]

@@ -212,9 +212,7 @@ class Job:
             return {"broadcast": partial(dist.broadcast, x, ROOT)}
         if op == "all_gather":
             if case.even:
-                into: Any = getattr(
-                    dist, "all_gather_single", dist.all_gather_into_tensor
-                )  # its name since 2.13
+                into: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since 2.13
                 return {"all_gather": partial(into, y, x)}
             slots = list(y.split(list(case.counts)))
             return {

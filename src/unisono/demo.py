@@ -82,9 +82,7 @@ def time_size(group: Group, size: str, count: int, seconds: float) -> Times:
     gathered, gathered_by_gloo = unisono.empty(count), unisono.empty(count)
     scattered, scattered_by_gloo = unisono.empty(mine.numel()), unisono.empty(mine.numel())
     times = {
-        ("all-gather", size, "unisono"): time_calls(
-            group, lambda: group.all_gather(gathered, mine, counts), seconds
-        ),
+        ("all-gather", size, "unisono"): time_calls(group, lambda: group.all_gather(gathered, mine, counts), seconds),
         ("all-gather", size, "gloo"): time_calls(
             group, lambda: gloo_all_gather(gathered_by_gloo, mine, counts), seconds
         ),
@@ -148,9 +146,7 @@ def draw_rows(title: str, rows: Rows, owners: Sequence[int] | None, note: str = 
     for index, row in enumerate(rows):
         cells = "".join(f"{value:6g}" for value in row) + " "
         owner = None if owners is None else owners[index]
-        lines.append(
-            "│" + (cells if owner is None else paint(cells, COLORS[owner])) + "│" + f"{note}{owner} ".rjust(4)
-        )
+        lines.append("│" + (cells if owner is None else paint(cells, COLORS[owner])) + "│" + f"{note}{owner} ".rjust(4))
     lines.append("└" + "─" * width + "┘    ")
     return lines
 
@@ -166,8 +162,7 @@ def put_beside(*boxes: list[str]) -> str:
 def draw_gather(results: list[Rows]) -> str:
     owners = [rank for rank, rows in enumerate(SPLITS) for _ in range(rows)]
     inputs = [
-        draw_rows(f"rank {rank} gives", gather_input(rank).tolist(), [rank] * SPLITS[rank], "r")
-        for rank in (0, 1)
+        draw_rows(f"rank {rank} gives", gather_input(rank).tolist(), [rank] * SPLITS[rank], "r") for rank in (0, 1)
     ]
     outputs = [draw_rows(f"rank {rank} gets", results[rank], owners, "r") for rank in (0, 1)]
     return put_beside(*inputs) + "\n" + put_beside(*outputs)
@@ -210,9 +205,7 @@ def draw_times(by_rank: list[Times]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the pictures, the check and the times; 1 if a result was wrong."""
     parser = argparse.ArgumentParser(prog="unisono demo", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--seconds", type=float, default=0.5, help="spent on each time in the table (default 0.5)"
-    )
+    parser.add_argument("--seconds", type=float, default=0.5, help="spent on each time in the table (default 0.5)")
     parser.add_argument("--no-times", action="store_true", help="leave the table of times out")
     options = parser.parse_args(argv)
     env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -222,9 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     first, second = SPLITS
     print(f"Uneven all-gather, splits {SPLITS}: rank 0 gives {first} rows, rank 1 {second}, both get all.\n")
     print(draw_gather(gathered))
-    print(
-        f"\nUneven reduce-scatter, splits {SPLITS}: rank 0 gets {first} rows of the sum, rank 1 {second}.\n"
-    )
+    print(f"\nUneven reduce-scatter, splits {SPLITS}: rank 0 gets {first} rows of the sum, rank 1 {second}.\n")
     print(draw_scatter(scattered))
     if not check(gathered, scattered):
         print("\nWRONG: the results differ from the reference computed on one process.")
@@ -234,9 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
     with tempfile.TemporaryDirectory(prefix="unisono-demo-") as folder:
-        by_rank = run_ranks(
-            2, time_both, os.path.join(folder, "gloo"), options.seconds, env=env, timeout_s=300.0
-        )
+        by_rank = run_ranks(2, time_both, os.path.join(folder, "gloo"), options.seconds, env=env, timeout_s=300.0)
     print("\nTimes on the same float32 tensors, split 1:3, medians. For gloo, the fastest ways found:")
     print("a broadcast per rank, all at once; an uneven all-to-all followed by a sum.\n")
     print(draw_times(by_rank))

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from torch.distributed import DistBackendError
 
 
-class UnisonoError(DistBackendError):  # type: ignore[misc]
+class UnisonoError(DistBackendError):
     """Base of all errors of a group. ``peers`` are the ranks it is about."""
 
     op: str = ""

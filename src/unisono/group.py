@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from . import _core, rendezvous, settings
 from .errors import ClosedError, MismatchError
@@ -46,7 +48,7 @@ def _reduce_op(op: Any, factor: float | None) -> tuple[int, float]:
     """The core's number of a reduce operation, and the factor of a premul_sum."""
     code = _OPS.get(op) if isinstance(op, str | _RedOpType) else None
     if code is None and isinstance(op, dist.ReduceOp):
-        state = op.__getstate__()
+        state: Any = op.__getstate__()
         code = _OPS[state[0]]
         if code == _PREMUL_SUM and factor is None:
             factor = float(state[1])
@@ -84,14 +86,14 @@ class Group:
         self.name: str = comm.name
         self.ranks: list[int] = list(ranks)
         self.timeout_s = timeout_s
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         _open_groups.add(self)
 
     # -- coming and going
 
     @classmethod
     def from_store(
-        cls, store: dist.Store, rank: int, size: int, *, name: str = "world", timeout_s: float | None = None
+        cls, store: Store, rank: int, size: int, *, name: str = "world", timeout_s: float | None = None
     ) -> Group:
         """Joins a group through a torch Store; every rank calls this with the same store, size and name."""
         limit = settings.timeout_s if timeout_s is None else timeout_s
@@ -108,7 +110,7 @@ class Group:
                 f"{', '.join(missing)} not set: start the ranks with torchrun, or make the group with Group.from_store"
             )
         limit = settings.timeout_s if timeout_s is None else timeout_s
-        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=limit))))
+        store, rank, size = next(iter(torch_rendezvous("env://", timeout=timedelta(seconds=limit))))
         return cls.from_store(store, rank, size, name=name, timeout_s=limit)
 
     def split(
@@ -191,8 +193,8 @@ class Group:
     ) -> Handle | None:
         """Combines a tensor over all ranks, in place or into ``out``; all ranks get the same bits::
 
-            rank 0  [1, 2]        [11, 22]
-            rank 1  [10, 20]  ->  [11, 22]
+        rank 0  [1, 2]        [11, 22]
+        rank 1  [10, 20]  ->  [11, 22]
         """
         if op == "sum" and factor is None:
             code, factor = 0, 1.0
@@ -305,8 +307,8 @@ class Group:
     ) -> Handle | None:
         """Sends part j of rank i's input to part i of rank j's output::
 
-            rank 0  [1, 2]         [1, 10]
-            rank 1  [10, 20]   ->  [2, 20]
+        rank 0  [1, 2]         [1, 10]
+        rank 1  [10, 20]   ->  [2, 20]
         """
         pending = self._comm.all_to_all(output, input, output_counts, input_counts, timeout_s or 0.0, async_op)
         return None if pending is None else Handle(pending, "all_to_all", output)

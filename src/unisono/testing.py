@@ -181,7 +181,5 @@ def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 def _check_results(results: list[Any]) -> list[Any]:
     failures = {rank: result for rank, result in enumerate(results) if isinstance(result, RankFailure)}
     if failures:
-        raise RanksFailed(
-            len(results), failures, {rank: r for rank, r in enumerate(results) if rank not in failures}
-        )
+        raise RanksFailed(len(results), failures, {rank: r for rank, r in enumerate(results) if rank not in failures})
     return results

@@ -48,9 +48,7 @@ def test_rows_and_lists_of_both_memories(pool, size):
 def test_large(pool, size):
     calls = []
     for counts in splits(2_000_003, size):
-        calls += sampled_calls(
-            "all_gather", 3, counts=[counts], kinds=all_kinds(size), form=FORMS, shift=(1, 0)
-        )
+        calls += sampled_calls("all_gather", 3, counts=[counts], kinds=all_kinds(size), form=FORMS, shift=(1, 0))
     for kind in ("hh", "oo"):
         calls.append(Call("all_gather", counts=splits(5_000_000, size)[2], kinds=(kind,) * size))
     check(pool, calls)

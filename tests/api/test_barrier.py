@@ -28,9 +28,7 @@ def test_nobody_leaves_before_the_last_has_come(pool, size):
     for turn, stays in enumerate(zip(*by_rank, strict=True)):
         last = max(came for came, _ in stays)
         for rank, (_, left) in enumerate(stays):
-            assert left >= last, (
-                f"barrier {turn}: rank {rank} left {1e3 * (last - left):.3f} ms before the last came"
-            )
+            assert left >= last, f"barrier {turn}: rank {rank} left {1e3 * (last - left):.3f} ms before the last came"
 
 
 def _many(group, rounds):

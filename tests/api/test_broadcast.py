@@ -35,7 +35,5 @@ def test_large(pool, size):
         for kinds in all_kinds(size)
         for root in (0, size - 1)
     ]
-    calls += [
-        Call("broadcast", "uint8", (33 << 20) + 7, kinds=(kind,) * size, shift=1) for kind in ("hh", "oo")
-    ]
+    calls += [Call("broadcast", "uint8", (33 << 20) + 7, kinds=(kind,) * size, shift=1) for kind in ("hh", "oo")]
     check(pool, calls)

@@ -31,9 +31,7 @@ def _broadcast(group, kind):
     got, want = t[PLACES].tolist(), list(range(10, 10 + len(PLACES)))
     t[PLACES] = 3
     wrong = sum(int((part != 3).sum()) for part in t.split(1 << 28))
-    return _agree(
-        group, [] if got == want and not wrong else [f"at the edges {got}, elsewhere {wrong} wrong"]
-    )
+    return _agree(group, [] if got == want and not wrong else [f"at the edges {got}, elsewhere {wrong} wrong"])
 
 
 def _all_reduce(group, kind):
@@ -44,9 +42,7 @@ def _all_reduce(group, kind):
     got = t[PLACES].tolist()
     t[PLACES] = 3
     wrong = sum(int((part != 3).sum()) for part in t.split(1 << 28))
-    return _agree(
-        group, [] if got == [41] * len(PLACES) and not wrong else [f"at the edges {got}, {wrong} wrong"]
-    )
+    return _agree(group, [] if got == [41] * len(PLACES) and not wrong else [f"at the edges {got}, {wrong} wrong"])
 
 
 def _uneven_gather(group, kind):
@@ -59,9 +55,7 @@ def _uneven_gather(group, kind):
     last = output[BYTES - 1000 :]
     wrong = sum(int((part != 5).sum()) for part in output[: BYTES - 1000].split(1 << 28))
     good = not wrong and bool((last == 6).all())
-    return _agree(
-        group, [] if good else [f"{wrong} wrong in chunk 0, chunk 1 holds {last.unique().tolist()}"]
-    )
+    return _agree(group, [] if good else [f"{wrong} wrong in chunk 0, chunk 1 holds {last.unique().tolist()}"])
 
 
 def _message(group, kind):

@@ -33,9 +33,7 @@ def _whole_and_parts(group, dtype, op):
             part = _copy_to(kind, mine[start : start + cut])
             group.all_reduce(part, op, factor=factor)
             if found := difference(part, whole[start : start + cut]):
-                complaints.append(
-                    f"{dtype} {op} part of {cut} at {start}, {kind}, against the whole: {found}"
-                )
+                complaints.append(f"{dtype} {op} part of {cut} at {start}, {kind}, against the whole: {found}")
         start += cut
     return complaints
 
@@ -44,11 +42,7 @@ def _whole_and_parts(group, dtype, op):
 def test_a_result_does_not_depend_on_the_message_size(pool, size):
     for dtype in DTYPES:
         for op in ("sum", "avg", "premul_sum"):
-            lines = [
-                f"rank {r}: {x}"
-                for r, found in enumerate(pool.run(_whole_and_parts, dtype, op))
-                for x in found
-            ]
+            lines = [f"rank {r}: {x}" for r, found in enumerate(pool.run(_whole_and_parts, dtype, op)) for x in found]
             assert not lines, "\n".join(lines[:12])
 
 
@@ -94,11 +88,7 @@ def _one_odd_value(group, count):
     want = torch.zeros((), dtype=torch.float32)
     for value in values[: group.size]:
         want = want + torch.tensor(value)
-    return (
-        []
-        if bool((t == want).all())
-        else [f"{count} elements: got {t.unique().tolist()}, want {want.item()}"]
-    )
+    return [] if bool((t == want).all()) else [f"{count} elements: got {t.unique().tolist()}, want {want.item()}"]
 
 
 @pytest.mark.parametrize("size", [3, 4, 7])

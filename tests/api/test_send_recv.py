@@ -32,9 +32,7 @@ def _messages(group, messages):
 
 
 def _check(pool, messages):
-    lines = [
-        f"rank {rank}: {line}" for rank, found in enumerate(pool.run(_messages, messages)) for line in found
-    ]
+    lines = [f"rank {rank}: {line}" for rank, found in enumerate(pool.run(_messages, messages)) for line in found]
     assert not lines, "\n".join(lines[:12])
 
 
@@ -60,9 +58,7 @@ def test_dtypes_and_large(pool, size):
         for seed, p in enumerate(sampled(4 * len(MOVABLE), **axes))
     ]
     for seed, kinds in enumerate(KINDS):
-        messages.append(
-            (seed % 2, 1 - seed % 2, Call("send", counts=4_500_001, kinds=(kinds,), shift=1, seed=seed))
-        )
+        messages.append((seed % 2, 1 - seed % 2, Call("send", counts=4_500_001, kinds=(kinds,), shift=1, seed=seed)))
     _check(pool, messages)
 
 
@@ -77,9 +73,7 @@ def _many_to_one(group, rounds, count):
     for _ in range(rounds * (group.size - 1)):
         source = group.recv(got, tag=5, timeout_s=LIMIT_S)
         want = torch.full((count,), 1000.0 * source + turns[source])
-        assert torch.equal(got, want), (
-            f"from {source}, turn {turns[source]}: got {got[0]}..{got[-1]}, want {want[0]}"
-        )
+        assert torch.equal(got, want), f"from {source}, turn {turns[source]}: got {got[0]}..{got[-1]}, want {want[0]}"
         turns[source] += 1
     return turns
 

@@ -82,10 +82,7 @@ def _reusing(group):
     shared_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssShmem"))
     assert shared_kib < 1 << 20, f"{shared_kib >> 10} MiB of shared memory are resident after dropping all"
     # Odd sizes in odd order: nothing handed out twice.
-    kept = [
-        unisono.empty(n, dtype=torch.uint8).fill_(i)
-        for i, n in enumerate([1, 63, 64, 65, 4095, 4097, 70_000] * 9)
-    ]
+    kept = [unisono.empty(n, dtype=torch.uint8).fill_(i) for i, n in enumerate([1, 63, 64, 65, 4095, 4097, 70_000] * 9)]
     del kept[::2]
     gc.collect()
     kept += [unisono.empty(n, dtype=torch.uint8).fill_(100 + n % 50) for n in (2, 60, 70, 5000, 65_537)]
@@ -98,9 +95,9 @@ def _too_much(group):
     for attempt in ((10 << 40,), (1 << 20, 10 << 20)):
         with pytest.raises(unisono.HeapMemoryError) as caught:
             unisono.empty(*attempt, dtype=torch.uint8)
-        assert isinstance(caught.value, MemoryError) and str(10 << 40) in str(caught.value).replace(
-            ",", ""
-        ).replace("_", "")
+        assert isinstance(caught.value, MemoryError) and str(10 << 40) in str(caught.value).replace(",", "").replace(
+            "_", ""
+        )
     with pytest.raises(unisono.HeapMemoryError):
         unisono.empty(1 << 45, dtype=torch.float64)
     after = unisono.zeros(1000)

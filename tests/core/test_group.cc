@@ -1,5 +1,5 @@
-// Ranks as threads of one process, so that the sanitizers see both ends of every flag: random programs of collectives and
-// messages on heap and ordinary memory, checked against what they must give; asynchronous calls; giving up.
+// Ranks as threads of one process, so that the sanitizers see both ends of every flag: random programs of collectives
+// and messages on heap and ordinary memory, checked against what they must give; asynchronous calls; giving up.
 //
 // Thread ranks share mappings (a peer's heap is read at the address its owner uses), otherwise a race between two
 // mappings of the same page would be invisible. There are no sockets here: deaths are tested with real processes.
@@ -41,8 +41,8 @@ std::vector<std::unique_ptr<Engine>> make_engines(int size, bool crowded, int64_
     for (const Rank& p : ranks)
       peers.push_back({p.heap->base(), p.heap->capacity(), nullptr, Block(p.block, size), nullptr, 0});
     GroupFacts facts{r, size, "threads", 1, timeout_ns, crowded};
-    engines.push_back(std::make_unique<Engine>(
-        std::make_unique<Group>(facts, ranks[static_cast<size_t>(r)].heap, std::move(peers))));
+    engines.push_back(
+        std::make_unique<Engine>(std::make_unique<Group>(facts, ranks[static_cast<size_t>(r)].heap, std::move(peers))));
   }
   return engines;
 }
@@ -76,7 +76,9 @@ class Floats {
   float* at_;
 };
 
-float value(int rank, size_t i) { return static_cast<float>((i * 7 + static_cast<size_t>(rank) * 13) % 97); }
+float value(int rank, size_t i) {
+  return static_cast<float>((i * 7 + static_cast<size_t>(rank) * 13) % 97);
+}
 
 std::vector<Part> cut(Floats& whole, const std::vector<size_t>& counts) {
   std::vector<Part> parts;
@@ -116,10 +118,19 @@ void one_call(Engine& engine, int me, std::mt19937& dice, bool async) {
   size_t in_count = n, out_count = n;
   const auto self = static_cast<size_t>(me);
   switch (verb) {
-    case Verb::all_gather: case Verb::gather: in_count = counts[self], out_count = total; break;
-    case Verb::reduce_scatter: case Verb::scatter: in_count = total, out_count = counts[self]; break;
-    case Verb::all_to_all: in_count = out_count = n * ranks; break;
-    default: break;
+    case Verb::all_gather:
+    case Verb::gather:
+      in_count = counts[self], out_count = total;
+      break;
+    case Verb::reduce_scatter:
+    case Verb::scatter:
+      in_count = total, out_count = counts[self];
+      break;
+    case Verb::all_to_all:
+      in_count = out_count = n * ranks;
+      break;
+    default:
+      break;
   }
   Floats in(heap, in_count, in_shared), out(heap, out_count, out_shared);
   for (size_t i = 0; i < in_count; i++) in[i] = value(me, i);
@@ -127,20 +138,25 @@ void one_call(Engine& engine, int me, std::mt19937& dice, bool async) {
   Floats* result = &out;
   std::vector<size_t> equal(ranks, n);
   switch (verb) {
-    case Verb::barrier: break;
-    case Verb::all_reduce: case Verb::reduce: case Verb::broadcast:
+    case Verb::barrier:
+      break;
+    case Verb::all_reduce:
+    case Verb::reduce:
+    case Verb::broadcast:
       call.count = n;
       call.in = in.bytes();
       call.out = out.bytes();
       if (verb == Verb::broadcast || in_place) call.out = in.bytes(), result = &in;
       if (verb == Verb::reduce && me != root) call.out = nullptr;
       break;
-    case Verb::all_gather: case Verb::gather:
+    case Verb::all_gather:
+    case Verb::gather:
       call.count = in_count;
       call.in = in.bytes();
       if (verb == Verb::all_gather || me == root) ticket->out_parts = cut(out, counts);
       break;
-    case Verb::reduce_scatter: case Verb::scatter:
+    case Verb::reduce_scatter:
+    case Verb::scatter:
       call.count = out_count;
       call.out = out.bytes();
       if (verb == Verb::reduce_scatter || me == root) ticket->in_parts = cut(in, counts);
@@ -171,14 +187,17 @@ void one_call(Engine& engine, int me, std::mt19937& dice, bool async) {
     return s;
   };
   switch (verb) {
-    case Verb::barrier: break;
-    case Verb::all_reduce: case Verb::reduce:
+    case Verb::barrier:
+      break;
+    case Verb::all_reduce:
+    case Verb::reduce:
       for (size_t i = 0; i < n && (verb == Verb::all_reduce || me == root); i++) right &= (*result)[i] == sum(i);
       break;
     case Verb::broadcast:
       for (size_t i = 0; i < n; i++) right &= in[i] == value(root, i);
       break;
-    case Verb::all_gather: case Verb::gather: {
+    case Verb::all_gather:
+    case Verb::gather: {
       size_t at = 0;
       for (int r = 0; r < size; r++)
         for (size_t i = 0; i < counts[static_cast<size_t>(r)]; i++, at++)
@@ -303,7 +322,8 @@ void test_mismatch_and_timeout(int size) {
     call.root = 0;
     call.count = me == 1 ? 99 : 100;
     call.in = call.out = data.bytes();
-    expect(engine.run(call) == Code::mismatch && call.failure.lines.size() == static_cast<size_t>(size), "mismatch", me);
+    expect(engine.run(call) == Code::mismatch && call.failure.lines.size() == static_cast<size_t>(size), "mismatch",
+           me);
     Call barrier;
     expect(engine.run(barrier) == Code::ok, "usable after a mismatch", me);
     if (me == 0) return;  // never comes to the next one

@@ -166,8 +166,7 @@ uint8_t fold_bool(RedOp op, const std::vector<uint8_t>& values) {
 }
 
 template <class P>
-void fold_complex(RedOp op, const std::vector<std::complex<P>>& values, const std::vector<double>& factors,
-                  P out[2]) {
+void fold_complex(RedOp op, const std::vector<std::complex<P>>& values, const std::vector<double>& factors, P out[2]) {
   if (op != RedOp::product) {
     std::vector<P> real, imaginary;
     for (auto z : values) real.push_back(z.real()), imaginary.push_back(z.imag());
@@ -208,8 +207,7 @@ std::vector<A> decode_all(const std::vector<uint16_t>& bits, double (*decode)(ui
   return values;
 }
 
-Buffer reference(DType dtype, RedOp op, const std::vector<Buffer>& sources,
-                 const std::vector<double>& factors) {
+Buffer reference(DType dtype, RedOp op, const std::vector<Buffer>& sources, const std::vector<double>& factors) {
   if (sources.size() == 1 && op != RedOp::premul_sum && dtype != DType::boolean) return sources[0];
   Buffer out(sources[0].size());
   const size_t count = out.size() / dtype_bytes(dtype);
@@ -348,8 +346,7 @@ Buffer random_source(DType dtype, size_t count) {
         at += 8;
         break;
       case DType::boolean:
-        out[at++] =
-            static_cast<uint8_t>((0x80ff0201u >> (8 * (random_bits() % 4))) & (random_bits() % 2 ? 0xff : 0));
+        out[at++] = static_cast<uint8_t>((0x80ff0201u >> (8 * (random_bits() % 4))) & (random_bits() % 2 ? 0xff : 0));
         break;
       default:
         out[at++] = static_cast<uint8_t>(random_bits());
@@ -478,9 +475,9 @@ void run_case(const Case& c, const std::vector<Buffer>& sources, const std::vect
       good = good && memory[c.nsrc + d].guards_intact();
     }
   }
-  CHECK(good, "%s %s %s nsrc=%zu ndst=%zu count=%zu alignment=%d place=%d stream=%d element=%zu",
-        isa_name(c.isa), dtype_name(c.dtype), redop_name(c.op), c.nsrc, c.ndst, c.count,
-        static_cast<int>(c.alignment), static_cast<int>(c.place), c.stream, wrong_at / element);
+  CHECK(good, "%s %s %s nsrc=%zu ndst=%zu count=%zu alignment=%d place=%d stream=%d element=%zu", isa_name(c.isa),
+        dtype_name(c.dtype), redop_name(c.op), c.nsrc, c.ndst, c.count, static_cast<int>(c.alignment),
+        static_cast<int>(c.place), c.stream, wrong_at / element);
 }
 
 void test_every_kernel(const std::vector<Isa>& isas) {
@@ -505,8 +502,8 @@ void test_every_kernel(const std::vector<Isa>& isas) {
               for (auto alignment : {Alignment::line, Alignment::element, Alignment::odd}) {
                 for (auto place : {Place::apart, Place::first, Place::last}) {
                   for (bool stream : {false, true}) {
-                    run_case({dtype, op, isa, nsrc, ndst, count, alignment, place, stream}, sources, factors,
-                             expected, memory);
+                    run_case({dtype, op, isa, nsrc, ndst, count, alignment, place, stream}, sources, factors, expected,
+                             memory);
                   }
                 }
               }
@@ -518,8 +515,7 @@ void test_every_kernel(const std::vector<Isa>& isas) {
   }
 }
 
-Buffer reduced(DType dtype, RedOp op, const std::vector<Buffer>& sources,
-               const std::vector<double>& factors) {
+Buffer reduced(DType dtype, RedOp op, const std::vector<Buffer>& sources, const std::vector<double>& factors) {
   Buffer out(sources[0].size());
   std::vector<const void*> src;
   for (const Buffer& s : sources) src.push_back(s.data());
@@ -546,12 +542,12 @@ void test_isas_agree(const std::vector<Isa>& isas) {
         const auto factors = random_factors(nsrc);
         set_isa(isas[0]);
         const Buffer expected = reduced(dtype, op, sources, factors);
-        CHECK(expected == reference(dtype, op, sources, factors), "%s %s nsrc=%zu", dtype_name(dtype),
-              redop_name(op), nsrc);
+        CHECK(expected == reference(dtype, op, sources, factors), "%s %s nsrc=%zu", dtype_name(dtype), redop_name(op),
+              nsrc);
         for (Isa isa : isas) {
           set_isa(isa);
-          CHECK(reduced(dtype, op, sources, factors) == expected, "%s %s %s nsrc=%zu", isa_name(isa),
-                dtype_name(dtype), redop_name(op), nsrc);
+          CHECK(reduced(dtype, op, sources, factors) == expected, "%s %s %s nsrc=%zu", isa_name(isa), dtype_name(dtype),
+                redop_name(op), nsrc);
         }
       }
     }
@@ -583,15 +579,15 @@ void test_all_16_bit_numbers(const std::vector<Isa>& isas) {
       CHECK(reduced(dtype, RedOp::sum, {all, zero}, {}) == expected_plus, "%s %s", isa_name(isa), type);
       CHECK(reduced(dtype, RedOp::max, {all, all}, {}) == expected, "%s %s", isa_name(isa), type);
       CHECK(reduced(dtype, RedOp::premul_sum, {all}, {1.0}) == expected, "%s %s", isa_name(isa), type);
-      CHECK(reduced(dtype, RedOp::product, {all, shuffled}, {}) ==
-                reference(dtype, RedOp::product, {all, shuffled}, {}),
-            "%s %s", isa_name(isa), type);
+      CHECK(
+          reduced(dtype, RedOp::product, {all, shuffled}, {}) == reference(dtype, RedOp::product, {all, shuffled}, {}),
+          "%s %s", isa_name(isa), type);
       for (int exponent = -30; exponent <= 30; ++exponent) {
         for (double mantissa : {1.0, 1.25, 1.0009765625, 1.7}) {
           const std::vector<double> factors = {std::ldexp(mantissa, exponent), std::ldexp(1.0, -exponent)};
-          CHECK(reduced(dtype, RedOp::premul_sum, {all}, factors) ==
-                    reference(dtype, RedOp::premul_sum, {all}, factors),
-                "%s %s 2^%d", isa_name(isa), type, exponent);
+          CHECK(
+              reduced(dtype, RedOp::premul_sum, {all}, factors) == reference(dtype, RedOp::premul_sum, {all}, factors),
+              "%s %s 2^%d", isa_name(isa), type, exponent);
           CHECK(reduced(dtype, RedOp::premul_sum, {all, shuffled}, factors) ==
                     reference(dtype, RedOp::premul_sum, {all, shuffled}, factors),
                 "%s %s 2^%d", isa_name(isa), type, exponent);
@@ -627,15 +623,13 @@ void test_names_and_pairs() {
   CHECK(std::string(dtype_name(D::bf16)) == "bfloat16", "%s", dtype_name(D::bf16));
   CHECK(std::string(dtype_name(D::boolean)) == "bool", "%s", dtype_name(D::boolean));
   CHECK(std::string(redop_name(R::premul_sum)) == "premul_sum", "%s", redop_name(R::premul_sum));
-  CHECK(std::string(verb_name(Verb::reduce_scatter)) == "reduce_scatter", "%s",
-        verb_name(Verb::reduce_scatter));
+  CHECK(std::string(verb_name(Verb::reduce_scatter)) == "reduce_scatter", "%s", verb_name(Verb::reduce_scatter));
   CHECK(std::string(dtype_name(static_cast<DType>(200))) == "?", "unknown number");
-  const std::pair<D, R> missing[] = {
-      {D::f32, R::band},           {D::bf16, R::bxor},      {D::c64, R::min},
-      {D::c128, R::max},           {D::c64, R::bor},        {D::boolean, R::avg},
-      {D::boolean, R::premul_sum}, {D::i32, R::premul_sum}, {D::u8, R::premul_sum},
-      {D::opaque8, R::sum},        {D::opaque8, R::band},   {D::f32, R::none},
-      {D::f32, R::count_},         {D::count_, R::sum}};
+  const std::pair<D, R> missing[] = {{D::f32, R::band},           {D::bf16, R::bxor},      {D::c64, R::min},
+                                     {D::c128, R::max},           {D::c64, R::bor},        {D::boolean, R::avg},
+                                     {D::boolean, R::premul_sum}, {D::i32, R::premul_sum}, {D::u8, R::premul_sum},
+                                     {D::opaque8, R::sum},        {D::opaque8, R::band},   {D::f32, R::none},
+                                     {D::f32, R::count_},         {D::count_, R::sum}};
   for (auto [dtype, op] : missing) {
     CHECK(!reduction_exists(dtype, op), "%s %s", dtype_name(dtype), redop_name(op));
   }

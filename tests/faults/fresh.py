@@ -50,9 +50,7 @@ class FreshRanks:
                     return heard
             left = deadline - time.monotonic()
             if left <= 0 or not self.pipes[rank].poll(left):
-                raise AssertionError(
-                    f"rank {rank}: no {events} within {limit_s} s; heard {self._heard[rank]}"
-                )
+                raise AssertionError(f"rank {rank}: no {events} within {limit_s} s; heard {self._heard[rank]}")
             try:
                 self._heard[rank].append(self.pipes[rank].recv())
             except EOFError:

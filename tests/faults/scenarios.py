@@ -47,9 +47,7 @@ def main(rank: int, size: int, path: str, pipe: Connection, body: str, options: 
 
 
 def live(line: Line, body: Any) -> None:
-    kept = unisono.zeros(
-        1000
-    )  # the heap is there before anything is counted; it stays as long as its tensors
+    kept = unisono.zeros(1000)  # the heap is there before anything is counted; it stays as long as its tensors
     kept += 5
     store = FileStore(line.path, line.size)
     before = leaks.holdings()
@@ -220,6 +218,5 @@ def signalled(line: Line, group: Any) -> None:
 
 
 BODIES = {
-    body.__name__: body
-    for body in (idle, waiting, streaming, in_flight, wait_on_handle, receiving, leaving, signalled)
+    body.__name__: body for body in (idle, waiting, streaming, in_flight, wait_on_handle, receiving, leaving, signalled)
 }

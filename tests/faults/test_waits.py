@@ -35,9 +35,7 @@ def _let_the_late_one_fail(ranks, late):
 @pytest.mark.parametrize("given", ["by group", "by call"])
 def test_a_rank_that_never_comes(size, body, given, tmp_path):
     late = size - 1
-    limits = (
-        {"group_timeout_s": 0.7} if given == "by group" else {"group_timeout_s": 60.0, "call_timeout_s": 0.7}
-    )
+    limits = {"group_timeout_s": 0.7} if given == "by group" else {"group_timeout_s": 60.0, "call_timeout_s": 0.7}
     with FreshRanks(size, tmp_path, body, late=[late], **limits) as ranks:
         ranks.expect_all("inside")
         began = time.monotonic()

@@ -175,7 +175,5 @@ def pass_on(group: Any, message: Message) -> Started | None:
     if call.async_op:
         started.handle = answer
     elif answer != message.source:
-        raise AssertionError(
-            f"recv returned source {answer}: {difference(placed.flat, content) or 'right bits'}"
-        )
+        raise AssertionError(f"recv returned source {answer}: {difference(placed.flat, content) or 'right bits'}")
     return started
