@@ -10,6 +10,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include "arguments.h"
 #include "join.h"
 #include "reduce.h"
 #include "tensors.h"
@@ -48,20 +49,6 @@ nb::object error_of(const Failure& f, const std::string& group, int rank) {
 
 int64_t nanoseconds(double seconds) {
   return static_cast<int64_t>(std::min(seconds, 9e9) * 1e9);
-}
-
-// Of a call: 0 stands for the group's.
-int64_t call_timeout(double seconds) {
-  if (seconds == 0) return 0;
-  if (!(seconds > 0))
-    throw nb::value_error(("argument 'timeout_s' must be positive, got " + std::to_string(seconds)).c_str());
-  return std::max<int64_t>(nanoseconds(seconds), 1);
-}
-
-// Two tensors may be the same memory or apart, never partly over each other.
-bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
-  auto x = reinterpret_cast<uintptr_t>(a), y = reinterpret_cast<uintptr_t>(b);
-  return a_bytes && b_bytes && x < y + b_bytes && y < x + a_bytes;
 }
 
 // An asynchronous call: the ticket, and the Python objects that must live until it is done.
@@ -122,18 +109,13 @@ class Pending {
   nb::list keep_;
 };
 
-// The parts of a multi-part argument: one tensor cut by counts (null: equally), or a list of one tensor per rank.
-struct Parts {
-  std::vector<Part> parts;
-  DType dtype = DType::u8;
-  size_t total = 0;
-  std::byte* whole = nullptr;  // one tensor
-};
-
 class Communicator {
  public:
   explicit Communicator(std::unique_ptr<Engine> engine)
-      : engine_(std::move(engine)), size_(engine_->group().size()), rank_(engine_->group().rank()) {}
+      : engine_(std::move(engine)),
+        size_(engine_->group().size()),
+        rank_(engine_->group().rank()),
+        arguments_(rank_, size_) {}
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -150,10 +132,10 @@ class Communicator {
     Call call;
     View in = view_tensor(tensor, "tensor");
     call.verb = Verb::all_reduce;
-    reducing(call, tensor, in.dtype, op, factor);
+    set_reduction(call, tensor, in.dtype, op, factor);
     call.count = in.count;
-    call.in = call.out = in.data;
-    if (!out.is_none()) call.out = same_size(out, "out", in, in.count);
+    call.in = in.data;
+    call.out = out.is_none() ? in.data : matching_output(out, in);
     if (!async) return now(call, tensor, timeout_s);
     return finish(call, {}, {}, keep(tensor, out), timeout_s, async);
   }
@@ -163,11 +145,11 @@ class Communicator {
     Call call;
     View in = view_tensor(tensor, "tensor");
     call.verb = Verb::reduce;
-    reducing(call, tensor, in.dtype, op, factor);
-    call.root = checked_rank(root, "root");
+    set_reduction(call, tensor, in.dtype, op, factor);
+    call.root = arguments_.rank_in_group(root, "root");
     call.count = in.count;
     call.in = in.data;
-    if (rank_ == call.root) call.out = out.is_none() ? in.data : same_size(out, "out", in, in.count);
+    if (rank_ == call.root) call.out = out.is_none() ? in.data : matching_output(out, in);
     return finish(call, {}, {}, keep(tensor, out), timeout_s, async);
   }
 
@@ -176,7 +158,7 @@ class Communicator {
     View in = view_tensor(tensor, "tensor");
     call.verb = Verb::broadcast;
     call.dtype = in.dtype;
-    call.root = checked_rank(root, "root");
+    call.root = arguments_.rank_in_group(root, "root");
     call.count = in.count;
     call.in = call.out = in.data;
     return finish(call, {}, {}, keep(tensor), timeout_s, async);
@@ -185,15 +167,12 @@ class Communicator {
   nb::object all_gather(nb::handle output, nb::handle input, nb::handle counts, double timeout_s, bool async) {
     Call call;
     View in = view_tensor(input, "input");
-    Parts out = parts_of(output, "output", counts, "counts");
+    Parts out = arguments_.parts(output, "output", counts, "counts");
+    arguments_.fits(in, "input", out, "output");
     call.verb = Verb::all_gather;
     call.dtype = in.dtype;
-    same_dtype(out, "output", in.dtype, "input");
-    expect(in.count, out.parts[static_cast<size_t>(rank_)].count,
-           "argument 'input' must have as many elements as this rank's part of 'output'");
     call.count = in.count;
     call.in = in.data;
-    apart(out, "output", in, "input");
     return finish(call, {}, std::move(out.parts), keep(output, input), timeout_s, async);
   }
 
@@ -201,15 +180,12 @@ class Communicator {
                             double timeout_s, bool async) {
     Call call;
     View out = view_tensor(output, "output");
-    Parts in = parts_of(input, "input", counts, "counts");
+    Parts in = arguments_.parts(input, "input", counts, "counts");
+    arguments_.fits(out, "output", in, "input");
     call.verb = Verb::reduce_scatter;
-    reducing(call, output, out.dtype, op, factor);
-    same_dtype(in, "input", out.dtype, "output");
-    expect(out.count, in.parts[static_cast<size_t>(rank_)].count,
-           "argument 'output' must have as many elements as this rank's part of 'input'");
+    set_reduction(call, output, out.dtype, op, factor);
     call.count = out.count;
     call.out = out.data;
-    apart(in, "input", out, "output");
     return finish(call, std::move(in.parts), {}, keep(output, input), timeout_s, async);
   }
 
@@ -219,16 +195,13 @@ class Communicator {
     View in = view_tensor(input, "input");
     call.verb = Verb::gather;
     call.dtype = in.dtype;
-    call.root = checked_rank(root, "root");
+    call.root = arguments_.rank_in_group(root, "root");
     call.count = in.count;
     call.in = in.data;
     Parts out;
     if (rank_ == call.root) {
-      out = parts_of(output, "output", counts, "counts");
-      same_dtype(out, "output", in.dtype, "input");
-      expect(in.count, out.parts[static_cast<size_t>(rank_)].count,
-             "argument 'input' must have as many elements as this rank's part of 'output'");
-      apart(out, "output", in, "input");
+      out = arguments_.parts(output, "output", counts, "counts");
+      arguments_.fits(in, "input", out, "output");
     }
     return finish(call, {}, std::move(out.parts), keep(output, input), timeout_s, async);
   }
@@ -239,16 +212,13 @@ class Communicator {
     View out = view_tensor(output, "output");
     call.verb = Verb::scatter;
     call.dtype = out.dtype;
-    call.root = checked_rank(root, "root");
+    call.root = arguments_.rank_in_group(root, "root");
     call.count = out.count;
     call.out = out.data;
     Parts in;
     if (rank_ == call.root) {
-      in = parts_of(input, "input", counts, "counts");
-      same_dtype(in, "input", out.dtype, "output");
-      expect(out.count, in.parts[static_cast<size_t>(rank_)].count,
-             "argument 'output' must have as many elements as this rank's part of 'input'");
-      apart(in, "input", out, "output");
+      in = arguments_.parts(input, "input", counts, "counts");
+      arguments_.fits(out, "output", in, "input");
     }
     return finish(call, std::move(in.parts), {}, keep(output, input), timeout_s, async);
   }
@@ -256,25 +226,19 @@ class Communicator {
   nb::object all_to_all(nb::handle output, nb::handle input, nb::handle output_counts, nb::handle input_counts,
                         double timeout_s, bool async) {
     Call call;
-    Parts out = parts_of(output, "output", output_counts, "output_counts");
-    Parts in = parts_of(input, "input", input_counts, "input_counts");
+    Parts out = arguments_.parts(output, "output", output_counts, "output_counts");
+    Parts in = arguments_.parts(input, "input", input_counts, "input_counts");
+    arguments_.fit(out, in);
     call.verb = Verb::all_to_all;
     call.dtype = in.dtype;
-    same_dtype(out, "output", in.dtype, "input");
-    for (const Part& o : out.parts)
-      for (const Part& i : in.parts)
-        if (overlap(o.ptr, o.count * dtype_bytes(in.dtype), i.ptr, i.count * dtype_bytes(in.dtype)))
-          throw nb::value_error("argument 'output' must not overlap 'input'");
-    expect(in.parts[static_cast<size_t>(rank_)].count, out.parts[static_cast<size_t>(rank_)].count,
-           "this rank's part for itself must have as many elements in 'input' as in 'output'");
     return finish(call, std::move(in.parts), std::move(out.parts), keep(output, input), timeout_s, async);
   }
 
   nb::object send(nb::handle tensor, nb::handle peer, nb::handle tag, double timeout_s, bool async) {
-    return mail(tensor, another_rank(peer, "dst"), whole_number(tag, "tag"), timeout_s, async, true);
+    return mail(tensor, arguments_.another_rank(peer, "dst"), whole_number(tag, "tag"), timeout_s, async, true);
   }
   nb::object recv(nb::handle tensor, nb::handle peer, nb::handle tag, double timeout_s, bool async) {
-    int from = peer.is_none() ? -1 : another_rank(peer, "src");
+    int from = peer.is_none() ? -1 : arguments_.another_rank(peer, "src");
     return mail(tensor, from, whole_number(tag, "tag"), timeout_s, async, false);
   }
 
@@ -323,7 +287,7 @@ class Communicator {
     return static_cast<uint64_t>(v.data - group().heap().base());
   }
   nb::object peer_bytes(nb::handle who, uint64_t offset, uint64_t bytes) {
-    int rank = checked_rank(who, "rank");
+    int rank = arguments_.rank_in_group(who, "rank");
     const Peer& peer = group().peer(rank);
     std::byte* at = group().resolve(Place::at(rank, offset), bytes);
     if (!at) throw nb::value_error("the place lies outside of that rank's heap");
@@ -331,147 +295,6 @@ class Communicator {
   }
 
  private:
-  static int64_t whole_number(nb::handle object, const char* argument) {
-    nb::object index = nb::steal(PyNumber_Index(object.ptr()));
-    int64_t n = 0;
-    if (index.is_valid() && nb::try_cast(index, n)) return n;
-    PyErr_Clear();
-    throw nb::type_error(("argument '" + std::string(argument) + "' must be a whole number, got " +
-                          nb::cast<std::string>(nb::repr(object)))
-                             .c_str());
-  }
-  int checked_rank(nb::handle object, const char* argument) const {
-    int64_t r = whole_number(object, argument);
-    if (r < 0 || r >= size_)
-      throw nb::value_error(("argument '" + std::string(argument) + "' must be a rank from 0 to " +
-                             std::to_string(size_ - 1) + ", got " + std::to_string(r))
-                                .c_str());
-    return static_cast<int>(r);
-  }
-  int another_rank(nb::handle object, const char* argument) const {
-    int r = checked_rank(object, argument);
-    if (r == rank_)
-      throw nb::value_error(
-          ("argument '" + std::string(argument) + "' must be another rank than this one, " + std::to_string(r))
-              .c_str());
-    return r;
-  }
-  static void expect(size_t got, size_t wanted, const char* what) {
-    if (got != wanted)
-      throw nb::value_error(
-          (std::string(what) + ": expected " + std::to_string(wanted) + ", got " + std::to_string(got)).c_str());
-  }
-  static void reducing(Call& call, nb::handle tensor, DType dtype, int op, double factor) {
-    call.dtype = dtype;
-    call.op = static_cast<RedOp>(op);
-    call.factor = factor;
-    if (!reduction_exists(dtype, call.op))
-      throw nb::type_error(("argument 'op': " + std::string(redop_name(call.op)) + " is not defined for " +
-                            nb::cast<std::string>(nb::str(nb::object(tensor.attr("dtype")))))
-                               .c_str());
-  }
-  std::byte* same_size(nb::handle out, const char* argument, const View& in, size_t count) const {
-    View v = view_tensor(out, argument);
-    if (v.dtype != in.dtype)
-      throw nb::type_error(("argument '" + std::string(argument) + "' must have dtype " + dtype_name(in.dtype) +
-                            ", got " + dtype_name(v.dtype))
-                               .c_str());
-    expect(v.count, count, "argument 'out' must have as many elements as 'tensor'");
-    if (v.data != in.data && overlap(v.data, v.bytes(), in.data, in.bytes()))
-      throw nb::value_error("argument 'out' overlaps 'tensor' partly; give the same memory or memory apart");
-    return v.data;
-  }
-  static void same_dtype(const Parts& p, const char* argument, DType wanted, const char* other) {
-    if (p.dtype != wanted)
-      throw nb::type_error(("argument '" + std::string(argument) + "' must have the dtype of '" + other + "', " +
-                            dtype_name(wanted) + ", got " + dtype_name(p.dtype))
-                               .c_str());
-  }
-  // A single-part tensor may be exactly its own part of the multi-part one, or apart from all of it.
-  void apart(const Parts& p, const char* many, const View& v, const char* one) const {
-    for (int r = 0; r < size_; r++) {
-      const Part& part = p.parts[static_cast<size_t>(r)];
-      if (r == rank_ && part.ptr == v.data) continue;
-      if (overlap(part.ptr, part.count * dtype_bytes(p.dtype), v.data, v.bytes()))
-        throw nb::value_error(
-            ("argument '" + std::string(one) + "' overlaps '" + many + "' and is not exactly this rank's part of it")
-                .c_str());
-    }
-  }
-
-  Parts parts_of(nb::handle object, const char* argument, nb::handle counts, const char* counts_argument) const {
-    Parts p;
-    p.parts.resize(static_cast<size_t>(size_));
-    if (PyList_Check(object.ptr()) || PyTuple_Check(object.ptr())) {
-      size_t n = nb::len(object);
-      if (n != static_cast<size_t>(size_))
-        throw nb::value_error(("argument '" + std::string(argument) + "' must have one tensor per rank: expected " +
-                               std::to_string(size_) + ", got " + std::to_string(n))
-                                  .c_str());
-      for (size_t i = 0; i < n; i++) {
-        std::string where = std::string(argument) + "[" + std::to_string(i) + "]";
-        View v = view_tensor(object[i], where.c_str());
-        if (i == 0) p.dtype = v.dtype;
-        if (v.dtype != p.dtype)
-          throw nb::type_error(
-              ("argument '" + where + "' has dtype " + dtype_name(v.dtype) + ", the first has " + dtype_name(p.dtype))
-                  .c_str());
-        p.parts[i] = {v.data, v.count};
-        p.total += v.count;
-      }
-      return p;
-    }
-    View v = view_tensor(object, argument);
-    p.dtype = v.dtype;
-    p.total = v.count;
-    p.whole = v.data;
-    const size_t element = dtype_bytes(v.dtype);
-    std::byte* at = v.data;
-    if (counts.is_none()) {
-      if (v.count % static_cast<size_t>(size_))
-        throw nb::value_error(("argument '" + std::string(argument) + "' has " + std::to_string(v.count) +
-                               " elements, which do not divide into " + std::to_string(size_) + " equal parts; give '" +
-                               counts_argument + "'")
-                                  .c_str());
-      size_t each = v.count / static_cast<size_t>(size_);
-      for (Part& part : p.parts) {
-        part = {at, each};
-        at += each * element;
-      }
-      return p;
-    }
-    if (!PySequence_Check(counts.ptr()))
-      throw nb::type_error(("argument '" + std::string(counts_argument) +
-                            "' must be a sequence of whole numbers, got " + nb::cast<std::string>(nb::repr(counts)))
-                               .c_str());
-    if (nb::len(counts) != static_cast<size_t>(size_))
-      throw nb::value_error(("argument '" + std::string(counts_argument) +
-                             "' must have one number per rank: expected " + std::to_string(size_) + ", got " +
-                             std::to_string(nb::len(counts)))
-                                .c_str());
-    size_t sum = 0;
-    for (size_t i = 0; i < p.parts.size(); i++) {
-      int64_t n = whole_number(counts[i], counts_argument);
-      if (n < 0)
-        throw nb::value_error(("argument '" + std::string(counts_argument) + "' must not be negative, got " +
-                               std::to_string(n) + " for rank " + std::to_string(i))
-                                  .c_str());
-      if (static_cast<size_t>(n) > v.count - sum)
-        sum = v.count + 1;  // too many: the sum is reported below without overflow
-      else
-        sum += static_cast<size_t>(n);
-      if (sum > v.count) break;
-      p.parts[i] = {at, static_cast<size_t>(n)};
-      at += static_cast<size_t>(n) * element;
-    }
-    if (sum != v.count)
-      throw nb::value_error(("argument '" + std::string(counts_argument) + "' must add up to the " +
-                             std::to_string(v.count) + " elements of '" + argument + "', got " +
-                             nb::cast<std::string>(nb::repr(counts)))
-                                .c_str());
-    return p;
-  }
-
   template <class... T>
   static nb::list keep(T... objects) {
     nb::list list;
@@ -481,7 +304,7 @@ class Communicator {
 
   // The short way of a synchronous call on one tensor: no list, no ticket.
   nb::object now(Call& call, nb::handle tensor, double timeout_s) {
-    call.timeout_ns = call_timeout(timeout_s);
+    call.timeout_ns = call_timeout_ns(timeout_s);
     call.may_interrupt = true;
     call.describe = [&call, tensor] {
       nb::gil_scoped_acquire gil;
@@ -513,7 +336,7 @@ class Communicator {
 
   nb::object finish(Call& call, std::vector<Part> in_parts, std::vector<Part> out_parts, nb::list tensors,
                     double timeout_s, bool async) {
-    call.timeout_ns = call_timeout(timeout_s);
+    call.timeout_ns = call_timeout_ns(timeout_s);
     if (!async) {
       call.in_parts = in_parts.empty() ? nullptr : in_parts.data();
       call.out_parts = out_parts.empty() ? nullptr : out_parts.data();
@@ -577,7 +400,7 @@ class Communicator {
     message->dtype = v.dtype;
     Call call;
     call.verb = sending ? Verb::send : Verb::recv;
-    call.timeout_ns = call_timeout(timeout_s);
+    call.timeout_ns = call_timeout_ns(timeout_s);
     if (async) {
       auto ticket = std::make_shared<Ticket>();
       ticket->call = std::move(call);
@@ -597,6 +420,7 @@ class Communicator {
   std::shared_ptr<Engine> engine_;
   int size_;
   int rank_;
+  Arguments arguments_;
 };
 
 class Door {

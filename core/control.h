@@ -117,7 +117,8 @@ class Block {
   std::byte* base() const { return base_; }
   Descriptor& descriptor(uint64_t seq) const { return at<Descriptor>(0)[seq % 2]; }
   AbortLine& abort() const { return *at<AbortLine>(2 * kLineBytes); }
-  std::atomic<uint32_t>& asleep() const { return *at<std::atomic<uint32_t>>(4 * kLineBytes); }
+  std::atomic<uint32_t>& asleep() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[0]; }
+  std::atomic<uint32_t>& processor() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[1]; }  // + 1; 0: unknown
   Flag& flag(Phase phase) const {  // all but descriptor
     return at<FlagLine>(5 * kLineBytes)[static_cast<size_t>(phase)].value;
   }

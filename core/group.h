@@ -130,6 +130,9 @@ class Group {
   Code await(Call& call, Phase phase, uint64_t target, const uint8_t* who = nullptr);
   Code await_slow(Call& call, Phase phase, uint64_t target, int r, const uint8_t* who);
 
+  void part_ways();  // two ranks on one processor while others are idle: one of them moves
+  int64_t moved_ns_ = 0;
+
   struct Patience;  // how long the present wait has lasted, and what to do next
   bool rest(Call& call, Patience& patience, const Flag* sleep_on, uint64_t seen);  // true: look at health now
   void set_deadline(Call& call, int64_t now) const {

@@ -13,10 +13,12 @@
 namespace unisono {
 
 bool (*python_interrupted)() = nullptr;
-int64_t spin_ns = 50'000;
+int64_t spin_ns = 2'000;
 
 namespace {
 
+constexpr int kFirstLooks = 100;              // a few microseconds: the usual answer of a rank that is on its way
+constexpr int64_t kMoveEvery = 2'000'000;
 constexpr int64_t kLookEvery = 1'000'000;
 constexpr int64_t kYieldFor = 3'000'000;      // then sleep: a wake-up costs 50 to 100 us, a busy core costs more
 constexpr int64_t kLongestSleep = 8'000'000;  // bounds a missed wake-up and the detection of a death
@@ -56,21 +58,46 @@ void Group::publish(Flag& flag, uint64_t value) {
   wake(flag);
 }
 
+void Group::part_ways() {
+  int here = sched_getcpu();
+  if (here < 0 || here >= CPU_SETSIZE) return;
+  auto mark = static_cast<uint32_t>(here) + 1;
+  if (mine_.processor().load(std::memory_order_relaxed) != mark)
+    mine_.processor().store(mark, std::memory_order_relaxed);
+  bool shared = false;
+  for (int r = 0; r < facts_.rank && !shared; r++)
+    shared = peer(r).block.processor().load(std::memory_order_relaxed) == mark;
+  if (!shared) return;
+  int64_t now = now_ns();
+  if (now - moved_ns_ < kMoveEvery) return;
+  moved_ns_ = now;
+  cpu_set_t allowed, elsewhere;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+  elsewhere = allowed;
+  for (const Peer& p : peers_)
+    if (uint32_t m = p.block.processor().load(std::memory_order_relaxed); m && m <= CPU_SETSIZE) CPU_CLR(m - 1, &elsewhere);
+  if (CPU_COUNT(&elsewhere) == 0) {
+    elsewhere = allowed;
+    CPU_CLR(static_cast<size_t>(here), &elsewhere);
+    if (CPU_COUNT(&elsewhere) == 0) return;
+  }
+  // The first call moves this thread at once; the second gives it back its freedom.
+  if (sched_setaffinity(0, sizeof elsewhere, &elsewhere) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
+  if (int there = sched_getcpu(); there >= 0)
+    mine_.processor().store(static_cast<uint32_t>(there) + 1, std::memory_order_relaxed);
+}
+
 bool Group::rest(Call& call, Patience& patience, const Flag* sleep_on, uint64_t seen) {
   if (patience.begin_ns == 0) {
     patience.begin_ns = patience.last_look_ns = now_ns();
     if (call.deadline_ns == 0) set_deadline(call, patience.begin_ns);
   }
-  if (!facts_.crowded && patience.turns < 64) {
-    for (int i = 0; i < 32; i++) pause_cpu();
-    patience.turns++;
-    return false;
-  }
+  if (!facts_.crowded && patience.turns++ == 0) part_ways();
   if (meanwhile) meanwhile();
   int64_t now = now_ns();
   int64_t waited = now - patience.begin_ns;
   if (!facts_.crowded && waited < spin_ns) {
-    for (int i = 0; i < 32; i++) pause_cpu();
+    for (int i = 0; i < 8; i++) pause_cpu();
   } else if (waited < kYieldFor || !sleep_on) {
     if (sleep_on || waited < kYieldFor) {
       sched_yield();
@@ -108,7 +135,7 @@ Code Group::await_slow(Call& call, Phase phase, uint64_t target, int r, const ui
     return (!who || who[p]) && flag_of(p, phase, target).load(std::memory_order_acquire) < target;
   };
   if (!facts_.crowded)
-    for (int i = 0; i < 200; i++) {
+    for (int i = 0; i < kFirstLooks; i++) {
       if (flag.load(std::memory_order_acquire) >= target) return Code::ok;
       pause_cpu();
     }

@@ -6,6 +6,8 @@
 // Python signal handler raised? A sleeper marks itself in its own `asleep` line; whoever publishes a flag looks there
 // and wakes. That look is not ordered after the publishing store, so a wake-up can be missed: the bounded sleep covers
 // it, and the fast path needs no fence.
+// Ranks that wait for each other on one processor while another idles are as slow as the scheduler's clock, and the
+// scheduler may leave them there for long. So a waiting rank says where it runs, and of two in one place one moves.
 #pragma once
 
 #include <sched.h>

@@ -43,13 +43,13 @@ class Pool:
         self.starts = 0
         self._alive = False
 
-    def run(self, fn: Callable[..., Any], *args: Any, limit_s: float = RUN_LIMIT_S) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         try:
             if not self._alive:
                 self.starts += 1
                 self._ranks.run(_warm_up, timeout_s=RUN_LIMIT_S)
                 self._alive = True
-            return self._ranks.run(fn, *args, timeout_s=limit_s)
+            return self._ranks.run(fn, *args, timeout_s=RUN_LIMIT_S)
         except BaseException:
             self._alive = False
             raise
