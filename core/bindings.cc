@@ -494,7 +494,7 @@ NB_MODULE(_core, m) {
         [](nb::handle tensor_type, nb::object make_error, nb::object call_site, uint64_t heap_max, int64_t spin_us) {
           learn_tensor_type(tensor_type);
           hooks = {std::move(make_error), std::move(call_site)};
-          if (heap_max) set_region_stride(heap_max);
+          if (heap_max) set_heap_capacity(heap_max);
           if (spin_us >= 0) spin_ns = spin_us * 1000;
         });
   m.def("empty", &unisono::empty);

@@ -94,7 +94,7 @@ std::shared_ptr<Heap> Heap::create(Failure& failure) {
     fail(failure, Code::system, system_error("memfd_create"));
     return nullptr;
   }
-  size_t capacity = region_stride();
+  size_t capacity = heap_capacity();
   bool ok = fchmod(fd, 0600) == 0 && ftruncate(fd, static_cast<off_t>(capacity)) == 0 &&
             fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0;
   if (!ok) {
@@ -108,8 +108,12 @@ std::shared_ptr<Heap> Heap::create(Failure& failure) {
   heap->mapping_ = Mapping::map(fd, capacity, failure);
   if (!heap->mapping_) return nullptr;
   if (!heap->grow(kGrowth, failure)) return nullptr;
-  Failure none;
-  auto* header = static_cast<HeapHeader*>(heap->allocate(kPage, none));  // the first allocation is offset 0
+  // The header comes first. The room it takes differs from heap to heap, so that the same tensor of different ranks
+  // falls into different sets of the caches, and stores to one do not look like stores to the other (4 KiB aliasing).
+  const size_t first = kPage + heap->token_.a % (kPage / kAlign) * kAlign;
+  heap->erase_free(heap->free_.begin());
+  heap->insert_free(first, heap->top_ - first);
+  auto* header = reinterpret_cast<HeapHeader*>(heap->base());
   *header = {HeapHeader::kMagic, kLayoutVersion, heap->token_, capacity, static_cast<uint64_t>(getpid())};
   return heap;
 }

@@ -36,9 +36,9 @@ struct HeapHeader {
 };
 constexpr uint64_t kLayoutVersion = 1;
 
-// Bytes between two heaps, a power of two; also the most one heap can hold. Fixed at first use.
-size_t region_stride();
-void set_region_stride(size_t bytes);  // before first use only; rounded up to a power of two
+// The most bytes one heap can hold, a power of two. Fixed at first use.
+size_t heap_capacity();
+void set_heap_capacity(size_t bytes);  // before first use only; rounded up to a power of two
 
 // A slot of the region with `fd` mapped into it; unmapped when the object goes.
 class Mapping {

@@ -335,7 +335,7 @@ void test_mismatch_and_timeout(int size) {
 }  // namespace
 
 int main() {
-  set_region_stride(size_t{64} << 20);
+  set_heap_capacity(size_t{64} << 20);
   for (int size : {1, 2, 3, 5}) test_programs(size, size > 2, 60);
   test_in_flight(2);
   test_in_flight(3);
