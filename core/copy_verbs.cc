@@ -77,7 +77,7 @@ Code Mover::copy_to_all(bool& done) {
     const Descriptor& d = descriptor(from);
     if (d.input == Holder::place && !d.in) return Code::ok;
   }
-  if (total * static_cast<size_t>(size_) < stream_threshold()) return Code::ok;
+  if (total * static_cast<size_t>(size_ + 1) < last_cache_bytes()) return Code::ok;
   for (int to = 0; to < size_; to++) {
     const Descriptor& d = descriptor(to);
     for (int from = 0; from < size_; from++)
@@ -192,7 +192,7 @@ Code Mover::copy_shared() {
       job.bytes -= take;
     }
   for (const Job& job : jobs) mine += job.bytes;
-  const bool stream = mine * static_cast<size_t>(size_) >= stream_threshold();
+  const bool stream = 2 * mine * static_cast<size_t>(size_) >= last_cache_bytes();
 
   // What only this rank can do, then its share of the rest.
   for (int r = 0; r < size_; r++) {
@@ -233,11 +233,13 @@ Code Mover::copy_shared() {
 Code Mover::copy_staged(const std::vector<size_t>& staged) {
   const bool same_for_all = c_.verb == Verb::broadcast || c_.verb == Verb::all_gather || c_.verb == Verb::gather;
   const uint64_t base = g_.pieces_;
+  if (!find_stages()) return g_.break_with(c_, Code::system, "a rank published an impossible stage", {});
+  const size_t piece = piece_bytes();
   uint64_t pieces = 0;
-  for (size_t n : staged) pieces = std::max<uint64_t>(pieces, (n + kStageBytes - 1) / kStageBytes);
+  for (size_t n : staged) pieces = std::max<uint64_t>(pieces, (n + piece - 1) / piece);
   size_t total = 0;
   for (int r = 0; r < size_; r++) total += staged[static_cast<size_t>(r)];
-  const bool stream = total >= stream_threshold();
+  const bool stream = 2 * total >= last_cache_bytes();
   auto hidden = [&](int from, int to) {
     if (from == to || segment(from, to) == 0) return false;
     const Descriptor& s = descriptor(from);
@@ -247,7 +249,7 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
     Place target = t.has_table && entry(to, from).out_count ? entry(to, from).out : t.out;
     return !source && !target;
   };
-  auto ring = [&](int r, uint64_t p) { return g_.peer(r).block.stage_in(0) + p % kRing * kStageBytes; };
+  auto ring = [&](int r, uint64_t p) { return stage(static_cast<size_t>(r)).ring(p); };
   size_t since = 0;
 
   // Where in `from`'s stream the segment for `to` begins.
@@ -261,7 +263,7 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
   const size_t mine = staged[static_cast<size_t>(me_)];
   for (uint64_t step = 0; step <= pieces; step++) {
     if (step < pieces) {
-      size_t lo = step * kStageBytes, hi = std::min(mine, lo + kStageBytes);
+      size_t lo = step * piece, hi = std::min(mine, lo + piece);
       if (lo < hi) {
         if (step >= kRing)
           if (Code code = g_.await(c_, Phase::copied, base + step - kRing + 1); code != Code::ok) return code;
@@ -284,8 +286,8 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
       int from = (me_ + k) % size_;
       if (!hidden(from, me_)) continue;
       size_t begin = stream_begin(from, me_), end = begin + bytes(segment(from, me_));
-      size_t lo = p * kStageBytes;
-      size_t a = std::max(lo, begin), b = std::min(lo + kStageBytes, end);
+      size_t lo = p * piece;
+      size_t a = std::max(lo, begin), b = std::min(lo + piece, end);
       if (a >= b) continue;
       Flag& filled = g_.flag_of(from, Phase::staged, base + p + 1);
       if (filled.load(std::memory_order_acquire) < base + p + 1)

@@ -13,12 +13,8 @@ namespace unisono {
 namespace {
 
 // A closed group's block stays until every peer has left too: a slower one may still read its last slot.
-struct Retired {
-  std::unique_ptr<Group> group;
-  std::byte* block;
-};
 std::mutex retired_mutex;
-std::vector<Retired>& retired = *new std::vector<Retired>;  // never destroyed
+std::vector<std::unique_ptr<Group>>& retired = *new std::vector<std::unique_ptr<Group>>;  // never destroyed
 
 bool peers_are_done(Group& g) {
   for (int r = 0; r < g.size(); r++)
@@ -29,14 +25,14 @@ bool peers_are_done(Group& g) {
 }  // namespace
 
 void sweep_retired_blocks() {
-  std::vector<Retired> over;
+  std::vector<std::unique_ptr<Group>> over;
   {
     std::lock_guard lock(retired_mutex);
-    for (auto& r : retired)
-      if (peers_are_done(*r.group)) over.push_back(std::move(r));
-    std::erase_if(retired, [](const Retired& r) { return r.group == nullptr; });
+    for (auto& group : retired)
+      if (peers_are_done(*group)) over.push_back(std::move(group));
+    std::erase(retired, nullptr);
   }
-  for (auto& r : over) r.group->heap().release(r.block);
+  for (auto& group : over) group->release_block();
 }
 
 Engine::Engine(std::unique_ptr<Group> group) : group_(std::move(group)), post_(*group_) {
@@ -53,12 +49,11 @@ Engine::~Engine() {
     return;
   }
   close("the group was dropped");
-  std::byte* block = group_->peer(group_->rank()).block.base();
   if (peers_are_done(*group_)) {
-    group_->heap().release(block);
+    group_->release_block();
   } else {
     std::lock_guard lock(retired_mutex);
-    retired.push_back({std::move(group_), block});
+    retired.push_back(std::move(group_));
   }
 }
 

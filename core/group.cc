@@ -71,6 +71,11 @@ std::byte* Group::make_block(Heap& heap, int size, Failure& failure) {
   return base;
 }
 
+void Group::release_block() {
+  if (uint64_t wide = mine_.wide_stage().load(std::memory_order_relaxed)) heap_->release(heap_->base() + wide);
+  heap_->release(mine_.base());
+}
+
 Place Group::locate(const void* p, size_t bytes) const {
   const auto* at = static_cast<const std::byte*>(p);
   if (heap_->holds(at) && bytes <= heap_->capacity() - static_cast<size_t>(at - heap_->base()))
@@ -194,6 +199,14 @@ Code Group::timed_out(Call& call, const std::vector<int>& late) {
   return code;
 }
 
+bool Group::make_wide_stage() {
+  Failure none;  // without the memory, the stage in the block does it
+  auto* at = static_cast<std::byte*>(heap_->allocate(Stage::bytes(kWideStageBytes), none));
+  if (!at) return false;
+  mine_.wide_stage().store(static_cast<uint64_t>(at - heap_->base()), std::memory_order_relaxed);
+  return true;
+}
+
 void Group::describe(Call& call, Descriptor& d) {
   const size_t element = dtype_bytes(call.dtype);
   const int size = facts_.size;
@@ -202,6 +215,7 @@ void Group::describe(Call& call, Descriptor& d) {
   d.op = call.op;
   d.root = static_cast<int16_t>(call.root);
   d.has_table = 0;
+  d.wide = mine_.wide_stage().load(std::memory_order_relaxed) != 0;
   d.input = Holder::inlined;
   d.count = call.count;
   if (call.verb == Verb::all_gather) d.count = hash_counts(call.out_parts, size);
@@ -224,6 +238,8 @@ void Group::describe(Call& call, Descriptor& d) {
   } else {
     d.input = Holder::place;
     d.in = call.in_parts ? Place{} : locate(call.in, bytes);
+    const std::byte* probe = call.in_parts ? call.in_parts[0].ptr : call.in;
+    if (bytes >= kWideFrom && !d.wide && !heap_->holds(probe)) d.wide = make_wide_stage();
   }
   if (held && bytes) {
     if (!call.in_parts) {

@@ -80,6 +80,8 @@ class Group {
   Group& operator=(const Group&) = delete;
 
   static std::byte* make_block(Heap& heap, int size, Failure& failure);
+  // Gives the block and a wide stage back to the heap; no peer may be reading them any more.
+  void release_block();
 
   Code run(Call& call);  // the caller holds run_mutex
   std::mutex run_mutex;
@@ -143,6 +145,7 @@ class Group {
   Code break_with(Call& call, Code code, std::string text, std::vector<int> peers);
   Code quote_first_cause(Call& call);
 
+  bool make_wide_stage();
   void describe(Call& call, Descriptor& mine);
   Code check(Call& call);
   Code disagree(Call& call, const char* what);

@@ -1,17 +1,25 @@
 // See mover.h: what copies and reductions share.
 #include "mover.h"
 
-#include <unistd.h>
+#include <algorithm>
+#include <fstream>
 
 #include "wait.h"
 
 namespace unisono {
 
-size_t stream_threshold() {
+size_t last_cache_bytes() {
   static const size_t bytes = [] {
-    long llc = sysconf(_SC_LEVEL3_CACHE_SIZE);
-    if (llc <= 0) llc = sysconf(_SC_LEVEL2_CACHE_SIZE);
-    return static_cast<size_t>(llc > 0 ? llc : 8 << 20) / 4 * 3;
+    // What this processor shares, not what sysconf adds up over a whole socket.
+    size_t largest = 0;
+    for (int i = 0; i < 8; i++) {
+      std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(i) + "/size");
+      size_t n = 0;
+      char unit = 0;
+      if (file >> n) file >> unit;
+      largest = std::max(largest, unit == 'M' ? n << 20 : unit == 'K' ? n << 10 : n);
+    }
+    return largest ? largest : size_t{8} << 20;
   }();
   return bytes;
 }
@@ -40,6 +48,24 @@ std::byte* Mover::output(int r, int j, size_t count) const {
   if (r == me_) return c_.out_parts ? c_.out_parts[j].ptr : c_.out;
   const Descriptor& d = descriptor(r);
   return g_.resolve(d.has_table && entry(r, j).out_count ? entry(r, j).out : d.out, bytes(count));
+}
+
+// The wide stages if every rank has one, else those in the blocks; descriptors say which, so all ranks agree.
+bool Mover::find_stages() {
+  bool wide = true;
+  for (int r = 0; r < size_; r++) wide = wide && descriptor(r).wide;
+  stages_.clear();
+  for (int r = 0; r < size_; r++) {
+    const Block& block = g_.peer(r).block;
+    Stage stage{block.stage(), kStageBytes};
+    if (wide) {
+      size_t offset = block.wide_stage().load(std::memory_order_relaxed);  // published with the descriptor
+      stage = {g_.resolve(Place::at(r, offset), Stage::bytes(kWideStageBytes)), kWideStageBytes};
+    }
+    if (!stage.base) return false;
+    stages_.push_back(stage);
+  }
+  return true;
 }
 
 Code Mover::leave() {

@@ -27,7 +27,10 @@ class Mover {
   bool buffered(int r) const { return descriptor(r).input != Holder::place; }
   bool all_buffered() const;
   size_t bytes(size_t count) const { return count * element_; }
-  Code leave();               // step 6
+  bool find_stages();  // false: a rank published an impossible one
+  size_t piece_bytes() const { return stages_[0].piece_bytes; }
+  const Stage& stage(size_t r) const { return stages_[r]; }
+  Code leave();  // step 6
   Code pause(size_t& since);  // between blocks of long work: has anything happened?
 
   // copy_verbs.cc: broadcast, all_gather, gather, scatter, all_to_all
@@ -50,9 +53,10 @@ class Mover {
   const int size_;
   const int me_;
   const size_t element_ = dtype_bytes(c_.dtype);
+  std::vector<Stage> stages_;
 };
 
-// Bytes from which non-temporal stores pay: what is written does not fit the last cache anyway.
-size_t stream_threshold();
+// Non-temporal stores pay when what a call reads and writes, on all ranks, does not fit this anyway.
+size_t last_cache_bytes();
 
 }  // namespace unisono

@@ -92,11 +92,12 @@ Code Mover::reduce_shared() {
   const bool any_in = std::count(in_hidden.begin(), in_hidden.end(), 1) > 0;
   const bool any_out = std::count(out_hidden.begin(), out_hidden.end(), 1) > 0;
   const bool staged = any_in || any_out;
-  const size_t room = kStageBytes / element_ - spans.size() * 2 * grain;
+  if (!find_stages()) return g_.break_with(c_, Code::system, "a rank published an impossible stage", {});
+  const size_t room = piece_bytes() / element_ - spans.size() * 2 * grain;
   const uint64_t pieces = staged ? (total + room - 1) / room : 1;
   const uint64_t base = g_.pieces_;
   const bool in_place = c_.in && c_.in == c_.out;
-  const bool stream = !in_place && bytes(total) >= stream_threshold();
+  const bool stream = !in_place && bytes(total) * (ranks + 1) >= last_cache_bytes();
   std::vector<double> factors(ranks);
   for (int r = 0; r < size_; r++)
     factors[static_cast<size_t>(r)] = c_.op == RedOp::premul_sum ? descriptor(r).factor : 1;
@@ -129,9 +130,9 @@ Code Mover::reduce_shared() {
   auto copy_in = [&](uint64_t p) {
     if (!in_hidden[self]) return;
     size_t n = piece_count(p);
-    std::byte* stage = g_.mine_.stage_in(p);
+    std::byte* into = stage(self).in(p);
     auto put = [&](size_t s, size_t element, size_t at, size_t count) {
-      copy_bytes(stage + bytes(at), in[s * ranks + self] + bytes(element), bytes(count));
+      copy_bytes(into + bytes(at), in[s * ranks + self] + bytes(element), bytes(count));
       g_.staged_bytes_.fetch_add(bytes(count), std::memory_order_relaxed);
     };
     each(p, 0, share(n, self), put);
@@ -144,7 +145,7 @@ Code Mover::reduce_shared() {
         size_t part = std::min(kBlock, count - done);
         for (size_t r = 0; r < ranks; r++) {
           bool from_stage = r != self && in_hidden[r];
-          src[r] = from_stage ? g_.peer(static_cast<int>(r)).block.stage_in(p) + bytes(at + done)
+          src[r] = from_stage ? stage(r).in(p) + bytes(at + done)
                               : in[s * ranks + r] + bytes(element + done);
         }
         dst.clear();
@@ -156,7 +157,7 @@ Code Mover::reduce_shared() {
           else
             dst.push_back(out[s * ranks + r] + bytes(element + done));
         }
-        if (to_stage) dst.push_back(g_.mine_.stage_out(p) + bytes(at + done));
+        if (to_stage) dst.push_back(stage(self).out(p) + bytes(at + done));
         unisono::reduce(
             {c_.dtype, c_.op, part, src.data(), ranks, dst.data(), dst.size(), factors.data(), stream && !to_stage});
         since += bytes(part) * ranks;
@@ -170,7 +171,7 @@ Code Mover::reduce_shared() {
       size_t r = (self + k) % ranks;
       each(p, share(n, r), share(n, r + 1), [&](size_t s, size_t element, size_t at, size_t count) {
         if (spans[s].dest != -1 && spans[s].dest != me_) return;
-        const std::byte* from = g_.peer(static_cast<int>(r)).block.stage_out(p) + bytes(at);
+        const std::byte* from = stage(r).out(p) + bytes(at);
         std::byte* to = out[s * ranks + self] + bytes(element);
         stream ? copy_stream(to, from, bytes(count)) : copy_bytes(to, from, bytes(count));
       });
