@@ -17,7 +17,7 @@ namespace {
 
 constexpr size_t kLeastCut = 64 << 10;  // smaller leftovers are not worth another rank's attention
 constexpr size_t kBlock = 4 << 20;      // between two looks at the group's health
-constexpr size_t kTile = 16 << 10;      // stays in the first cache while it goes to every output
+constexpr size_t kTile = 32 << 10;      // stays in the second-level cache between two uses
 constexpr size_t kRing = 2 * kStageDepth;
 
 }  // namespace
@@ -89,6 +89,7 @@ Code Mover::copy_to_all(bool& done) {
   const size_t lo = total / 64 * static_cast<size_t>(me_) / ranks * 64;
   const size_t hi = me_ + 1 == size_ ? total : total / 64 * static_cast<size_t>(me_ + 1) / ranks * 64;
   std::vector<std::byte*> targets(ranks);
+  std::vector<void*> into(ranks);
   size_t begin = 0, since = 0;
   for (int from = 0; from < size_; from++) {
     size_t n = bytes(segment(from, me_));
@@ -101,10 +102,10 @@ Code Mover::copy_to_all(bool& done) {
         sound = sound && targets[static_cast<size_t>(to)];
       }
       if (!sound) return g_.break_with(c_, Code::system, "a rank published an impossible place", {from});
-      for (size_t at = a - begin; at < b - begin; at += kTile) {
-        size_t part = std::min(kTile, b - begin - at);
-        for (size_t to = 0; to < ranks; to++)
-          if (targets[to] != source) copy_stream(targets[to] + at, source + at, part);
+      for (size_t at = a - begin; at < b - begin; at += kBlock) {
+        size_t part = std::min(kBlock, b - begin - at);
+        for (size_t to = 0; to < ranks; to++) into[to] = targets[to] + at;
+        copy_stream_to_all(into.data(), ranks, source + at, part);
         since += part * ranks;
         if (since >= 8 * kBlock)
           if (Code code = pause(since); code != Code::ok) return code;
@@ -197,7 +198,7 @@ Code Mover::copy_shared() {
   // What only this rank can do, then its share of the rest.
   for (int r = 0; r < size_; r++) {
     if (size_t n = bytes(segment(r, me_)); n) {
-      bool pull = r == me_ || (source_place(r, me_) && !target_place(r, me_));
+      bool pull = r == me_ ? !keeps_own_while_staging(staged) : source_place(r, me_) && !target_place(r, me_);
       if (pull) {
         const std::byte* source = segment_source(r, me_);
         if (!source)
@@ -226,6 +227,11 @@ Code Mover::copy_shared() {
   if (std::any_of(staged.begin(), staged.end(), [](size_t n) { return n > 0; }))
     if (Code code = copy_staged(staged); code != Code::ok) return code;
   return leave();
+}
+
+// All-gather: the rank's own copy of its input is made while that passes through the cache on its way to the stage.
+bool Mover::keeps_own_while_staging(const std::vector<size_t>& staged) const {
+  return c_.verb == Verb::all_gather && staged[static_cast<size_t>(me_)] > 0;
 }
 
 // Piece p of every stream moves in step p; a rank fills piece p before it takes the others' piece p - 1, so that
@@ -261,6 +267,7 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
   };
 
   const size_t mine = staged[static_cast<size_t>(me_)];
+  std::byte* own = keeps_own_while_staging(staged) ? segment_target(me_, me_) : nullptr;
   for (uint64_t step = 0; step <= pieces; step++) {
     if (step < pieces) {
       size_t lo = step * piece, hi = std::min(mine, lo + piece);
@@ -272,7 +279,14 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
           if (!hidden(me_, to)) continue;
           size_t begin = stream_begin(me_, to), end = begin + bytes(segment(me_, to));
           size_t a = std::max(lo, begin), b = std::min(hi, end);
-          if (a < b) copy_bytes(slot + (a - lo), segment_source(me_, to) + (a - begin), b - a);
+          const std::byte* source = segment_source(me_, to) + (a - begin);
+          for (size_t done = 0; a < b && done < b - a; done += kTile) {
+            size_t part = std::min(kTile, b - a - done);
+            copy_bytes(slot + (a - lo) + done, source + done, part);
+            std::byte* own_at = own ? own + (a - begin) + done : nullptr;
+            if (own && own_at != source + done)
+              stream ? copy_stream(own_at, source + done, part) : copy_bytes(own_at, source + done, part);
+          }
           if (same_for_all) break;
         }
         g_.staged_bytes_.fetch_add(hi - lo, std::memory_order_relaxed);

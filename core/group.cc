@@ -332,6 +332,7 @@ Code Group::run(Call& call) {
   for (const Peer& p : peers_)
     if (p.block.abort().code.load(std::memory_order_acquire))
       if (Code code = health(call, [](int) { return true; }); code != Code::ok) return code;
+  if (!facts_.crowded) note_processor();
   call.deadline_ns = 0;  // set by the first wait that is not over at once
   Descriptor& mine = mine_.descriptor(call.seq);
   describe(call, mine);

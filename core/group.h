@@ -132,6 +132,7 @@ class Group {
   Code await(Call& call, Phase phase, uint64_t target, const uint8_t* who = nullptr);
   Code await_slow(Call& call, Phase phase, uint64_t target, int r, const uint8_t* who);
 
+  uint32_t note_processor();
   void part_ways();  // two ranks on one processor while others are idle: one of them moves
   int64_t moved_ns_ = 0;
 

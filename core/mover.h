@@ -37,6 +37,7 @@ class Mover {
   Code copy_buffered();
   Code copy_shared();
   Code copy_to_all(bool& done);
+  bool keeps_own_while_staging(const std::vector<size_t>& staged) const;
   Code copy_staged(const std::vector<size_t>& staged);
   size_t segment(int from, int to) const;                   // elements that go from one rank to another
   const std::byte* segment_source(int from, int to) const;  // null: not visible here

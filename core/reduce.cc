@@ -211,4 +211,14 @@ void copy_stream(void* dst, const void* src, size_t bytes) {
   fence_streams();
 }
 
+void copy_stream_to_all(void* const* dst, size_t ndst, const void* src, size_t bytes) {
+  constexpr size_t tile = 4096;  // stays in the first-level cache for the second output
+  const KernelTable& table = table_of(current_isa());
+  for (size_t at = 0; at < bytes; at += tile)
+    for (size_t d = 0; d < ndst; d++)
+      if (dst[d] != src)
+        table.stream_out(static_cast<char*>(dst[d]) + at, static_cast<const char*>(src) + at, std::min(tile, bytes - at));
+  fence_streams();
+}
+
 }  // namespace unisono

@@ -38,5 +38,7 @@ const char* isa_name(Isa isa);
 // Copies of non-overlapping memory. `copy_stream` bypasses the caches on the way out and fences before return.
 void copy_bytes(void* dst, const void* src, size_t bytes);
 void copy_stream(void* dst, const void* src, size_t bytes);
+// The same to several outputs at once: the source is loaded from memory once. Outputs equal to the source are left out.
+void copy_stream_to_all(void* const* dst, size_t ndst, const void* src, size_t bytes);
 
 }  // namespace unisono

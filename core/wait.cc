@@ -58,15 +58,19 @@ void Group::publish(Flag& flag, uint64_t value) {
   wake(flag);
 }
 
+uint32_t Group::note_processor() {
+  auto here = static_cast<uint32_t>(sched_getcpu() + 1);
+  if (mine_.processor().load(std::memory_order_relaxed) != here)
+    mine_.processor().store(here, std::memory_order_relaxed);
+  return here;
+}
+
 void Group::part_ways() {
-  int here = sched_getcpu();
-  if (here < 0 || here >= CPU_SETSIZE) return;
-  auto mark = static_cast<uint32_t>(here) + 1;
-  if (mine_.processor().load(std::memory_order_relaxed) != mark)
-    mine_.processor().store(mark, std::memory_order_relaxed);
+  uint32_t here = note_processor();
+  if (here == 0 || here > CPU_SETSIZE) return;
   bool shared = false;
   for (int r = 0; r < facts_.rank && !shared; r++)
-    shared = peer(r).block.processor().load(std::memory_order_relaxed) == mark;
+    shared = peer(r).block.processor().load(std::memory_order_relaxed) == here;
   if (!shared) return;
   int64_t now = now_ns();
   if (now - moved_ns_ < kMoveEvery) return;
@@ -78,13 +82,12 @@ void Group::part_ways() {
     if (uint32_t m = p.block.processor().load(std::memory_order_relaxed); m && m <= CPU_SETSIZE) CPU_CLR(m - 1, &elsewhere);
   if (CPU_COUNT(&elsewhere) == 0) {
     elsewhere = allowed;
-    CPU_CLR(static_cast<size_t>(here), &elsewhere);
+    CPU_CLR(here - 1, &elsewhere);
     if (CPU_COUNT(&elsewhere) == 0) return;
   }
   // The first call moves this thread at once; the second gives it back its freedom.
   if (sched_setaffinity(0, sizeof elsewhere, &elsewhere) == 0) sched_setaffinity(0, sizeof allowed, &allowed);
-  if (int there = sched_getcpu(); there >= 0)
-    mine_.processor().store(static_cast<uint32_t>(there) + 1, std::memory_order_relaxed);
+  note_processor();
 }
 
 bool Group::rest(Call& call, Patience& patience, const Flag* sleep_on, uint64_t seen) {
