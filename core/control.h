@@ -132,8 +132,10 @@ class Block {
   Descriptor& descriptor(uint64_t seq) const { return at<Descriptor>(0)[seq % 2]; }
   AbortLine& abort() const { return *at<AbortLine>(2 * kLineBytes); }
   std::atomic<uint32_t>& asleep() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[0]; }
-  std::atomic<uint32_t>& processor() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[1]; }  // + 1; 0: unknown
+  std::atomic<uint32_t>& processor() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[1]; }   // + 1; 0: unknown
   std::atomic<uint64_t>& wide_stage() const { return at<std::atomic<uint64_t>>(4 * kLineBytes)[1]; }  // offset in heap
+  // Set by a reader of stages that finds them slow: writers then go past their caches (see StageGauge).
+  std::atomic<uint32_t>& reads_slowly() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[4]; }
   Flag& flag(Phase phase) const {  // all but descriptor
     return at<FlagLine>(5 * kLineBytes)[static_cast<size_t>(phase)].value;
   }

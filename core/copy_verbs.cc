@@ -282,7 +282,8 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
           const std::byte* source = segment_source(me_, to) + (a - begin);
           for (size_t done = 0; a < b && done < b - a; done += kTile) {
             size_t part = std::min(kTile, b - a - done);
-            copy_bytes(slot + (a - lo) + done, source + done, part);
+            std::byte* into = slot + (a - lo) + done;
+            past_caches_ ? copy_stream(into, source + done, part) : copy_bytes(into, source + done, part);
             std::byte* own_at = own ? own + (a - begin) + done : nullptr;
             if (own && own_at != source + done)
               stream ? copy_stream(own_at, source + done, part) : copy_bytes(own_at, source + done, part);
@@ -308,7 +309,9 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
         if (Code code = g_.await_slow(c_, Phase::staged, base + p + 1, from, nullptr); code != Code::ok) return code;
       std::byte* target = segment_target(from, me_) + (a - begin);
       const std::byte* source = ring(from, p) + (a - lo);
+      int64_t began = now_ns();
       stream ? copy_stream(target, source, b - a) : copy_bytes(target, source, b - a);
+      gauge_.read(b - a, now_ns() - began);
       since += b - a;
     }
     g_.publish(g_.mine_.flag(Phase::copied), base + p + 1);
@@ -316,6 +319,7 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
       if (Code code = pause(since); code != Code::ok) return code;
   }
   g_.pieces_ += pieces;
+  gauge_.end(past_caches_);
   return Code::ok;
 }
 

@@ -50,11 +50,26 @@ std::byte* Mover::output(int r, int j, size_t count) const {
   return g_.resolve(d.has_table && entry(r, j).out_count ? entry(r, j).out : d.out, bytes(count));
 }
 
+void StageGauge::end(bool past_caches) {
+  constexpr size_t enough = 64 << 10;  // bytes to judge by
+  constexpr double least = 5.5;        // bytes per nanosecond
+  constexpr uint32_t calls = 100;      // until the usual way is tried again
+  uint32_t left = slow_.load(std::memory_order_relaxed);
+  if (left) {
+    slow_.store(left - 1, std::memory_order_relaxed);
+  } else if (!past_caches && bytes_ >= enough && static_cast<double>(bytes_) < least * static_cast<double>(ns_)) {
+    slow_.store(calls, std::memory_order_relaxed);
+  }
+}
+
 // The wide stages if every rank has one, else those in the blocks; descriptors say which, so all ranks agree.
 bool Mover::find_stages() {
   bool wide = true;
   for (int r = 0; r < size_; r++) wide = wide && descriptor(r).wide;
   stages_.clear();
+  gauge_.begin();
+  past_caches_ = false;
+  for (int r = 0; r < size_; r++) past_caches_ |= g_.peer(r).block.reads_slowly().load(std::memory_order_relaxed) != 0;
   for (int r = 0; r < size_; r++) {
     const Block& block = g_.peer(r).block;
     Stage stage{block.stage(), kStageBytes};

@@ -217,7 +217,8 @@ void copy_stream_to_all(void* const* dst, size_t ndst, const void* src, size_t b
   for (size_t at = 0; at < bytes; at += tile)
     for (size_t d = 0; d < ndst; d++)
       if (dst[d] != src)
-        table.stream_out(static_cast<char*>(dst[d]) + at, static_cast<const char*>(src) + at, std::min(tile, bytes - at));
+        table.stream_out(static_cast<char*>(dst[d]) + at, static_cast<const char*>(src) + at,
+                         std::min(tile, bytes - at));
   fence_streams();
 }
 

@@ -19,7 +19,8 @@
 namespace unisono {
 namespace {
 
-constexpr size_t kBlock = 1 << 20;
+constexpr size_t kBlock = 1 << 20;         // elements between two looks at the group's health
+constexpr size_t kStagedBlock = 16 << 10;  // bytes that are reduced, then copied to the stage from the first cache
 
 }  // namespace
 
@@ -132,21 +133,25 @@ Code Mover::reduce_shared() {
     size_t n = piece_count(p);
     std::byte* into = stage(self).in(p);
     auto put = [&](size_t s, size_t element, size_t at, size_t count) {
-      copy_bytes(into + bytes(at), in[s * ranks + self] + bytes(element), bytes(count));
+      const std::byte* from = in[s * ranks + self] + bytes(element);
+      past_caches_ ? copy_stream(into + bytes(at), from, bytes(count))
+                   : copy_bytes(into + bytes(at), from, bytes(count));
       g_.staged_bytes_.fetch_add(bytes(count), std::memory_order_relaxed);
     };
     each(p, 0, share(n, self), put);
     each(p, share(n, self + 1), n, put);
   };
+  const size_t block = any_out && past_caches_ ? kStagedBlock / element_ : kBlock;
+  const auto hidden_inputs = static_cast<size_t>(std::count(in_hidden.begin(), in_hidden.end(), 1)) - in_hidden[self];
   auto reduce_piece = [&](uint64_t p) {
     size_t n = piece_count(p);
+    int64_t began = now_ns();
     each(p, share(n, self), share(n, self + 1), [&](size_t s, size_t element, size_t at, size_t count) {
-      for (size_t done = 0; done < count && code == Code::ok; done += kBlock) {
-        size_t part = std::min(kBlock, count - done);
+      for (size_t done = 0; done < count && code == Code::ok; done += block) {
+        size_t part = std::min(block, count - done);
         for (size_t r = 0; r < ranks; r++) {
           bool from_stage = r != self && in_hidden[r];
-          src[r] = from_stage ? stage(r).in(p) + bytes(at + done)
-                              : in[s * ranks + r] + bytes(element + done);
+          src[r] = from_stage ? stage(r).in(p) + bytes(at + done) : in[s * ranks + r] + bytes(element + done);
         }
         dst.clear();
         bool to_stage = false;
@@ -157,13 +162,17 @@ Code Mover::reduce_shared() {
           else
             dst.push_back(out[s * ranks + r] + bytes(element + done));
         }
-        if (to_stage) dst.push_back(stage(self).out(p) + bytes(at + done));
-        unisono::reduce(
-            {c_.dtype, c_.op, part, src.data(), ranks, dst.data(), dst.size(), factors.data(), stream && !to_stage});
+        std::byte* staged_at = stage(self).out(p) + bytes(at + done);
+        const bool copy_later = to_stage && past_caches_ && !dst.empty();
+        if (to_stage && !copy_later) dst.push_back(staged_at);
+        bool past = to_stage ? past_caches_ && !copy_later : stream;
+        unisono::reduce({c_.dtype, c_.op, part, src.data(), ranks, dst.data(), dst.size(), factors.data(), past});
+        if (copy_later) copy_stream(staged_at, dst[0], bytes(part));  // from the first cache
         since += bytes(part) * ranks;
         if (since >= (32 << 20)) code = pause(since);
       }
     });
+    gauge_.read(bytes(share(n, self + 1) - share(n, self)) * hidden_inputs, now_ns() - began);
   };
   auto copy_out = [&](uint64_t p) {
     size_t n = piece_count(p);
@@ -215,6 +224,7 @@ Code Mover::reduce_shared() {
   }
   if (code != Code::ok) return code;
   g.pieces_ += pieces;
+  gauge_.end(past_caches_);
   return leave();
 }
 

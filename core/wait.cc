@@ -17,7 +17,7 @@ int64_t spin_ns = 2'000;
 
 namespace {
 
-constexpr int kFirstLooks = 100;              // a few microseconds: the usual answer of a rank that is on its way
+constexpr int kFirstLooks = 100;  // a few microseconds: the usual answer of a rank that is on its way
 constexpr int64_t kMoveEvery = 2'000'000;
 constexpr int64_t kLookEvery = 1'000'000;
 constexpr int64_t kYieldFor = 3'000'000;      // then sleep: a wake-up costs 50 to 100 us, a busy core costs more
@@ -79,7 +79,8 @@ void Group::part_ways() {
   if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
   elsewhere = allowed;
   for (const Peer& p : peers_)
-    if (uint32_t m = p.block.processor().load(std::memory_order_relaxed); m && m <= CPU_SETSIZE) CPU_CLR(m - 1, &elsewhere);
+    if (uint32_t m = p.block.processor().load(std::memory_order_relaxed); m && m <= CPU_SETSIZE)
+      CPU_CLR(m - 1, &elsewhere);
   if (CPU_COUNT(&elsewhere) == 0) {
     elsewhere = allowed;
     CPU_CLR(here - 1, &elsewhere);
