@@ -270,6 +270,7 @@ class Communicator {
     if (!block) raise(failure, name(), rank_);
     return static_cast<uint64_t>(block - group().heap().base());
   }
+  void drop_block(uint64_t offset) { group().heap().release(group().heap().base() + offset); }
   std::unique_ptr<Communicator> split(const std::vector<int>& members, const std::vector<size_t>& blocks, int rank,
                                       const std::string& child, uint64_t id, double timeout_s) {
     Failure failure;
@@ -552,6 +553,7 @@ NB_MODULE(_core, m) {
       .def("close", &Communicator::close)
       .def("abort", &Communicator::abort)
       .def("make_block", &Communicator::make_block)
+      .def("drop_block", &Communicator::drop_block)
       .def("split", &Communicator::split)
       .def("offset_of", &Communicator::offset_of)
       .def("peer_bytes", &Communicator::peer_bytes);

@@ -19,6 +19,10 @@ size_t slot_limit(Verb verb, int size) {
   return kSlotBytes;
 }
 
+// From here on a tensor in the heap is read where it is: a second round costs less than copying it into the slot and
+// moving all of it between cores.
+constexpr size_t kDirectFrom = 4 << 10;
+
 uint64_t hash_counts(const Part* parts, int size) {
   uint64_t h = 0xcbf29ce484222325;
   for (int r = 0; r < size; r++) {
@@ -232,7 +236,8 @@ void Group::describe(Call& call, Descriptor& d) {
   std::byte* held = nullptr;
   if (bytes <= kInlineBytes) {
     held = d.payload;
-  } else if (bytes <= slot_limit(call.verb, size)) {
+  } else if (bytes <= slot_limit(call.verb, size) && !(bytes > kDirectFrom && !facts_.crowded &&
+                                                       heap_->holds(call.in_parts ? call.in_parts[0].ptr : call.in))) {
     d.input = Holder::slot;
     held = mine_.slot(call.seq);
   } else {

@@ -1,8 +1,8 @@
 """Groups of ranks on one host, with every verb as a method: the one thin path to the core.
 
-The torch backend, the uneven pair and the functional collectives all go through these methods. A method checks its
-arguments, hands pointers and counts to the core, and returns None, or with ``async_op=True`` a Handle. Results are the same
-bits on every rank, whatever the message size and wherever the tensors are.
+The torch backend, the uneven pair and the functional collectives all go through these methods. A method hands tensors
+and numbers to the core, which checks them, and returns None, or with ``async_op=True`` a Handle. Results are the same bits
+on every rank, whatever the message size and wherever the tensors are.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import secrets
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -87,6 +88,7 @@ class Group:
         self.ranks: list[int] = list(ranks)
         self.timeout_s = timeout_s
         self._store: Store | None = None
+        self._splits = 0
         _open_groups.add(self)
 
     # -- coming and going
@@ -118,8 +120,8 @@ class Group:
     ) -> Group | None:
         """Makes a group of some of this group's ranks, in the order given. All ranks of this group call it together.
 
-        Each rank gives the list it wants to be in, the same on all its members, or None to be in none. Two lists in one call
-        make two groups::
+        Each rank gives the list it wants to be in, the same on all its members, or None to be in none. Two lists in one
+        call make two groups::
 
             rank 0, 2: group.split([0, 2])   ->  ranks 0 and 1 of one new group
             rank 1, 3: group.split([3, 1])   ->  rank 3 is 0, rank 1 is 1 of another
@@ -130,28 +132,32 @@ class Group:
                 raise ValueError(f"argument 'ranks' must be different ranks from 0 to {self.size - 1}, got {members}")
             if self.rank not in members:
                 raise ValueError(f"argument 'ranks' must contain this rank, {self.rank}, got {members}")
-        wanted = f"{self.name}/{self._comm.calls + 1}" if name is None else name
+        self._splits += 1
+        child = f"{self.name}/{self._splits}" if name is None else name
         block = self._comm.make_block(len(members)) if members else 0
-        key = int.from_bytes(hashlib.blake2b(f"{members}|{name}".encode(), digest_size=7).digest(), "little")
-        mine = torch.tensor([key, block], dtype=torch.int64)
-        all_ranks = torch.empty(2 * self.size, dtype=torch.int64)
-        self.all_gather(all_ranks, mine)
-        published = all_ranks.view(self.size, 2).tolist()
+        # Every rank shows what it wants, where its control block is, and a number nobody had before.
+        mine = torch.tensor([_number(members, name), block, secrets.randbits(62)], dtype=torch.int64)
+        shown = torch.empty(self.size, 3, dtype=torch.int64)
+        try:
+            self.all_gather(shown, mine)
+            differing = [r for r in members if shown[r, 0] != mine[0]]
+            if differing:
+                error = MismatchError(
+                    f'split of group "{self.name}": ranks {differing} gave other ranks or another name than '
+                    f"rank {self.rank}, which gave {members}"
+                )
+                error.op, error.group, error.rank, error.peers = "split", self.name, self.rank, tuple(differing)
+                raise error
+        except BaseException:
+            if members:
+                self._comm.drop_block(block)
+            raise
         if not members:
             return None
-        for r in members:
-            if published[r][0] != key:
-                error = MismatchError(
-                    f'split of group "{self.name}": rank {r} gave other ranks or another name than rank {self.rank}, {members}'
-                )
-                error.op, error.group, error.rank, error.peers = "split", self.name, self.rank, (r,)
-                raise error
-        seed = f"{self._comm.id}/{self._comm.calls}/{members}".encode()
-        identity = int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "little") | 1
+        blocks = [int(shown[r, 1]) for r in members]
+        identity = _number(self._comm.id, shown.tolist(), members) | 1
         limit = self.timeout_s if timeout_s is None else timeout_s
-        comm = self._comm.split(
-            members, [published[r][1] for r in members], members.index(self.rank), wanted, identity, limit
-        )
+        comm = self._comm.split(members, blocks, members.index(self.rank), child, identity, limit)
         return Group(comm, [self.ranks[r] for r in members], limit)
 
     def close(self) -> None:
@@ -337,6 +343,11 @@ class Group:
         """Receives a tensor of the same size and dtype from ``src``, or from anyone; returns the rank it came from."""
         pending = self._comm.recv(tensor, src, tag, timeout_s or 0.0, async_op)
         return Handle(pending, "recv", tensor) if async_op else int(pending)
+
+
+def _number(*what: object) -> int:
+    """62 bits that stand for some values, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little") >> 2
 
 
 class _Closed:

@@ -18,10 +18,10 @@ class SharedGather:
         counts [1, 2]      rank 0 writes [1]         gather() -> [1, 10, 20], the same memory on both ranks
                            rank 1 writes [10, 20]
 
-    Outputs alias: they are the memory the ranks wrote to, so what one rank changes all see. There are two buffers, taken in
-    turns; the tensor that ``gather`` returned stays as it is until the call after the next begins, and ``input`` is
-    another tensor after each call. Making, calling and closing it are collective. The memory is rank 0's; it is given back by
-    :meth:`close`, or stays until rank 0's process ends.
+    Outputs alias: they are the memory the ranks wrote to, so what one rank changes all see. There are two buffers,
+    taken in turns: what ``gather`` returned stays as it is until some rank writes to its input after the next
+    ``gather``, and ``input`` is another tensor after each call. Making, calling and closing it are collective. The
+    memory is rank 0's; it is given back by :meth:`close`, or stays until rank 0's process ends.
     """
 
     def __init__(self, group: Group, counts: Sequence[int], *tail: int, dtype: torch.dtype | None = None) -> None:

@@ -93,7 +93,7 @@ std::vector<Part> cut(Floats& whole, const std::vector<size_t>& counts) {
 void one_call(Engine& engine, int me, std::mt19937& dice, bool async) {
   const int size = engine.group().size();
   const auto ranks = static_cast<size_t>(size);
-  static const size_t sizes[] = {0, 1, 9, 10, 11, 500, 4096, 16384, 16385, 40000, 90000};
+  static const size_t sizes[] = {0, 1, 9, 10, 11, 500, 1024, 1025, 16384, 16385, 40000, 90000, 1'100'000};
   Verb verb = static_cast<Verb>(dice() % 9);
   size_t n = sizes[dice() % std::size(sizes)];
   int root = static_cast<int>(dice() % ranks);
