@@ -1,8 +1,8 @@
 """Groups of ranks on one host, with every verb as a method: the one thin path to the core.
 
 The torch backend, the uneven pair and the functional collectives all go through these methods. A method hands tensors
-and numbers to the core, which checks them, and returns None, or with ``async_op=True`` a Handle. Results are the same bits
-on every rank, whatever the message size and wherever the tensors are.
+and numbers to the core, which checks them, and returns None, or with ``async_op=True`` a Handle. Results are the same
+bits on every rank, whatever the message size and wherever the tensors are.
 """
 
 from __future__ import annotations
