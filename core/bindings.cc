@@ -57,11 +57,10 @@ class Pending {
   Pending(std::shared_ptr<Engine> engine, std::shared_ptr<Ticket> ticket, nb::list keep)
       : engine_(std::move(engine)), ticket_(std::move(ticket)), keep_(std::move(keep)) {}
   ~Pending() {
-    if (ticket_->done.load(std::memory_order_acquire)) return;
-    // Dropped without waiting. The tensors stay until the call is over: a reference per object is handed to the ticket.
-    PyObject* kept = keep_.release().ptr();
-    std::shared_ptr<Ticket> ticket = ticket_;
-    orphans().emplace_back(ticket, kept);
+    // Dropped without waiting: the tensors stay until the call is over.
+    if (!ticket_->done.load(std::memory_order_acquire)) orphans().emplace_back(ticket_, keep_.release().ptr());
+    nb::gil_scoped_release release;  // as in ~Communicator
+    engine_.reset();
   }
   Pending(const Pending&) = delete;
   Pending& operator=(const Pending&) = delete;
@@ -116,6 +115,14 @@ class Communicator {
         size_(engine_->group().size()),
         rank_(engine_->group().rank()),
         arguments_(rank_, size_) {}
+
+  // The last holder of an engine joins its thread; that must not happen with the GIL held.
+  ~Communicator() {
+    nb::gil_scoped_release release;
+    engine_.reset();
+  }
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
 
   int rank() const { return rank_; }
   int size() const { return size_; }

@@ -19,6 +19,8 @@ import unisono
 from tests import leaks
 from unisono.testing import RankPool, run_ranks, stop_nursery
 
+torch.set_num_threads(1)  # torch's own pool of threads would look like a leak
+
 RUN_LIMIT_S = 100.0
 ALIVE_POOLS = 2
 

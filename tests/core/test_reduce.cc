@@ -608,7 +608,7 @@ void test_copies(const std::vector<Isa>& isas) {
       for (size_t skew : {0, 1, 8, 17, 32, 63}) {
         for (bool stream : {false, true}) {
           uint8_t* const at = to.place(bytes, skew);
-          (stream ? copy_stream : copy)(at, from.data() + skew / 3, bytes);
+          (stream ? copy_stream : copy_bytes)(at, from.data() + skew / 3, bytes);
           CHECK(std::memcmp(at, from.data() + skew / 3, bytes) == 0 && to.guards_intact(),
                 "%s %zu bytes skew %zu stream %d", isa_name(isa), bytes, skew, stream);
         }

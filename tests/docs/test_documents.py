@@ -1,0 +1,65 @@
+"""Every piece of Python in the documents and docstrings runs, and every file the documents link to exists."""
+
+import doctest
+import importlib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+BLOCKS = [
+    (document.name, i, block)
+    for document in DOCUMENTS
+    for i, block in enumerate(re.findall(r"```python\n(.*?)```", document.read_text(), re.S))
+]
+MODULES = ["errors", "group", "handle", "settings", "shared_gather", "tensors"]
+
+
+@pytest.mark.parametrize("document, i, block", BLOCKS, ids=[f"{name}-{i}" for name, i, _ in BLOCKS])
+def test_python_blocks_run(document, i, block, tmp_path):
+    script = tmp_path / f"block_{i}.py"
+    tests = [f"    {name}()" for name in re.findall(r"^def (test_\w+)\(\)", block, re.M)]
+    script.write_text(
+        "import torch\n" + block + "\nif __name__ == '__main__':\n" + "\n".join([*tests, "    pass"]) + "\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_there_are_blocks():
+    assert {name for name, _, _ in BLOCKS} >= {"README.md", "CONTRIBUTING.md"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_docstrings(module):
+    failed, _ = doctest.testmod(importlib.import_module(f"unisono.{module}"), optionflags=doctest.ELLIPSIS)
+    assert failed == 0
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_links_lead_somewhere(document):
+    for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+        assert (document.parent / target).exists(), target
+
+
+def test_every_make_target_named_in_the_documents_exists():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for document in DOCUMENTS:
+        for name in re.findall(r"(?:^|`)make ([a-z-]+)\b", document.read_text(), re.M):
+            assert name in targets, f"{document.name}: make {name}"
+
+
+def test_no_machine_is_named():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    home = re.compile(r"(^|[^A-Za-z0-9_.])/(?:work|root|home)/")
+    for name in listed.stdout.splitlines():
+        path = ROOT / name
+        if path.suffix in {".py", ".md", ".toml", ".cc", ".h", ".txt"} and os.path.samefile(path, __file__) is False:
+            assert not home.search(path.read_text()), name
