@@ -98,7 +98,7 @@ def run_ranks(
 
 
 class RankPool:
-    """`n` ranks that stay, for many short calls: a run costs well under a millisecond instead of a start.
+    """`n` ranks that stay, for many short calls: a run costs a message each way instead of a start.
 
         >>> with RankPool(2) as pool:
         ...     pool.run(double, 1.0)

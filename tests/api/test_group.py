@@ -1,5 +1,6 @@
 """Groups: how they begin (stores, torchrun, split), what they say, several at once, how they end."""
 
+import socket
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ import torch
 from torch.distributed import FileStore, PrefixStore, TCPStore
 
 import unisono
+from unisono import _core
 from unisono.testing import run_ranks
 
 
@@ -259,3 +261,31 @@ def _abort(group):
 def test_abort_tells_everybody_why(pool, size):
     texts = pool.run(_abort)
     assert all("disk full" in text for text in texts), texts
+
+
+def _joins_among_strangers(group, path):
+    """Another group, whose doors strangers know; they knock before and while the ranks join."""
+    rank, size = group.rank, group.size
+    store = FileStore(path, size)
+    door = _core.Door()
+    strangers = []
+    for noise in (b"", b"x", b"unisono" * 100, bytes(4096)):
+        knock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        knock.connect("\0" + door.name)
+        if noise:
+            knock.send(noise)
+        strangers.append(knock)
+    store.set(str(rank), door.name)
+    names = [store.get(str(r)).decode() for r in range(size)]
+    comm = door.join(rank, size, "strangers", b"n" * 16, 77, 20.0, names)
+    t = torch.ones(10)
+    comm.all_reduce(t, None, 0, 1.0, 0.0, False)
+    comm.close("done", 0.2)
+    for knock in strangers:
+        knock.close()
+    return t.tolist()
+
+
+def test_strangers_are_turned_away(tmp_path):
+    """Whoever connects without the nonce, silent or with garbage, neither joins nor disturbs."""
+    assert run_ranks(3, _joins_among_strangers, str(tmp_path / "store")) == [[3.0] * 10] * 3
