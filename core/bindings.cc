@@ -41,7 +41,7 @@ nb::object error_of(const Failure& f, const std::string& group, int rank) {
 }
 
 [[noreturn]] void raise(const Failure& f, const std::string& group, int rank) {
-  if (f.code == Code::interrupted && PyErr_Occurred()) nb::raise_python_error();
+  if (PyErr_Occurred()) nb::raise_python_error();  // a signal handler raised
   nb::object error = error_of(f, group, rank);
   PyErr_SetObject(reinterpret_cast<PyObject*>(error.type().ptr()), error.ptr());
   nb::raise_python_error();
@@ -111,7 +111,7 @@ class Pending {
 class Communicator {
  public:
   explicit Communicator(std::unique_ptr<Engine> engine)
-      : engine_(std::move(engine)),
+      : engine_(engine.release(), Engine::drop),
         size_(engine_->group().size()),
         rank_(engine_->group().rank()),
         arguments_(rank_, size_) {}
@@ -272,6 +272,7 @@ class Communicator {
   // For split: a block in this heap for a group of `size` ranks, by its offset.
   uint64_t make_block(int size) {
     Failure failure;
+    if (!group().usable(failure)) raise(failure, name(), rank_);
     sweep_retired_blocks();
     std::byte* block = Group::make_block(group().heap(), size, failure);
     if (!block) raise(failure, name(), rank_);
@@ -281,8 +282,13 @@ class Communicator {
   std::unique_ptr<Communicator> split(const std::vector<int>& members, const std::vector<size_t>& blocks, int rank,
                                       const std::string& child, uint64_t id, double timeout_s) {
     Failure failure;
-    GroupFacts facts{rank, static_cast<int>(members.size()), child,
-                     id,   nanoseconds(timeout_s),           group().facts().crowded};
+    GroupFacts facts{rank,
+                     static_cast<int>(members.size()),
+                     child,
+                     id,
+                     nanoseconds(timeout_s),
+                     group().facts().crowded,
+                     group().facts().cache_bytes};
     auto engine = unisono::split(group(), members, blocks, facts, failure);
     if (!engine) raise(failure, name(), rank_);
     return std::make_unique<Communicator>(std::move(engine));
@@ -449,7 +455,7 @@ class Door {
               .c_str());
     std::memcpy(&token, nonce.c_str(), sizeof token);
     Failure failure;
-    GroupFacts facts{rank, size, group, id, nanoseconds(timeout_s), false};
+    GroupFacts facts{rank, size, group, id, nanoseconds(timeout_s)};
     std::unique_ptr<Engine> engine;
     {
       nb::gil_scoped_release release;

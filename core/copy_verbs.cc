@@ -77,7 +77,7 @@ Code Mover::copy_to_all(bool& done) {
     const Descriptor& d = descriptor(from);
     if (d.input == Holder::place && !d.in) return Code::ok;
   }
-  if (total * static_cast<size_t>(size_ + 1) < last_cache_bytes()) return Code::ok;
+  if (total * static_cast<size_t>(size_ + 1) < g_.facts().cache_bytes) return Code::ok;
   for (int to = 0; to < size_; to++) {
     const Descriptor& d = descriptor(to);
     for (int from = 0; from < size_; from++)
@@ -193,7 +193,7 @@ Code Mover::copy_shared() {
       job.bytes -= take;
     }
   for (const Job& job : jobs) mine += job.bytes;
-  const bool stream = 2 * mine * static_cast<size_t>(size_) >= last_cache_bytes();
+  const bool stream = 2 * mine * static_cast<size_t>(size_) >= g_.facts().cache_bytes;
 
   // What only this rank can do, then its share of the rest.
   for (int r = 0; r < size_; r++) {
@@ -245,7 +245,7 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
   for (size_t n : staged) pieces = std::max<uint64_t>(pieces, (n + piece - 1) / piece);
   size_t total = 0;
   for (int r = 0; r < size_; r++) total += staged[static_cast<size_t>(r)];
-  const bool stream = 2 * total >= last_cache_bytes();
+  const bool stream = 2 * total >= g_.facts().cache_bytes;
   auto hidden = [&](int from, int to) {
     if (from == to || segment(from, to) == 0) return false;
     const Descriptor& s = descriptor(from);

@@ -6,6 +6,7 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <system_error>
 
 #include "wait.h"
 
@@ -35,26 +36,26 @@ void sweep_retired_blocks() {
   for (auto& group : over) group->release_block();
 }
 
-Engine::Engine(std::unique_ptr<Group> group) : group_(std::move(group)), post_(*group_) {
+Engine::Engine(std::unique_ptr<Group> group) : group_(std::move(group)), post_(std::make_unique<Post>(*group_)) {
   group_->meanwhile = [this] {
-    if (in_flight_.load(std::memory_order_relaxed)) post_.advance();
+    if (post_->pending()) post_->advance();
   };
 }
 
 Engine::~Engine() {
-  if (generation_ != fork_generation()) {
-    // In a forked child: the thread does not exist here, and nothing of this may be touched.
-    if (thread_.joinable()) thread_.detach();
-    group_.release();
-    return;
-  }
   close("the group was dropped");
+  post_.reset();
   if (peers_are_done(*group_)) {
     group_->release_block();
   } else {
     std::lock_guard lock(retired_mutex);
     retired.push_back(std::move(group_));
   }
+}
+
+void Engine::drop(Engine* engine) {
+  // In a forked child nothing of it may be touched: its thread is not here, its locks and conditions may be in use.
+  if (engine->generation_ == fork_generation()) delete engine;
 }
 
 Code Engine::run(Call& call) {
@@ -82,8 +83,8 @@ Code Engine::run(Call& call) {
 Code Engine::run(Call& call, std::shared_ptr<Message> message) {
   if (!group_->usable(call.failure)) return call.failure.code;
   call.seq = group_->seq();
-  post_.add(message);
-  return post_.wait(message, call);
+  post_->add(message);
+  return post_->wait(message, call);
 }
 
 void Engine::submit(std::shared_ptr<Ticket> ticket) {
@@ -95,27 +96,41 @@ void Engine::submit(std::shared_ptr<Ticket> ticket) {
   }
   if (ticket->message) {
     in_flight_.fetch_add(1, std::memory_order_relaxed);
-    post_.add(ticket->message);
+    post_->add(ticket->message);
   }
   {
     std::lock_guard lock(queue_mutex_);
     if (ticket->message) {
       messages_.push_back(ticket);
-    } else {
+    } else if (!closed_) {
       queue_.push_back(ticket);
       queued_.store(queue_.size(), std::memory_order_release);
     }
-    if (!thread_.joinable() && !closed_) {
-      // Signals belong to Python's main thread.
-      sigset_t all, before;
-      sigfillset(&all);
-      pthread_sigmask(SIG_SETMASK, &all, &before);
-      thread_ = std::thread([this] { progress(); });
-      pthread_setname_np(thread_.native_handle(), "unisono");
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    if (!thread_.joinable() && !closed_) start_thread();
+  }
+  if (!group_->usable(cause)) {
+    // Closed or broken meanwhile, perhaps after the last look at what is pending.
+    post_->fail_all(cause);
+    end_pending();
+    if (!ticket->message && closed_) {
+      ticket->call.failure = cause;
+      if (!ticket->done.load(std::memory_order_acquire)) finish(*ticket, cause.code);
     }
   }
   changed_.notify_one();
+}
+
+// Without a thread (a limit of the system), whoever waits does the work.
+void Engine::start_thread() {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // signals belong to Python's main thread
+  try {
+    thread_ = std::thread([this] { progress(); });
+    pthread_setname_np(thread_.native_handle(), "unisono");
+  } catch (const std::system_error&) {
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void Engine::finish(Ticket& ticket, Code code) {
@@ -138,11 +153,15 @@ void Engine::announce(Ticket& ticket) {
 }
 
 bool Engine::run_head(bool may_interrupt) {
+  if (!group_->run_mutex.try_lock()) return false;
   std::shared_ptr<Ticket> head;
   {
     std::lock_guard lock(queue_mutex_);
-    if (queue_.empty()) return false;
-    head = queue_.front();
+    if (!queue_.empty()) head = queue_.front();
+  }
+  if (!head) {
+    group_->run_mutex.unlock();
+    return false;
   }
   head->call.may_interrupt = may_interrupt;
   Code code = group_->run(head->call);
@@ -155,7 +174,6 @@ bool Engine::run_head(bool may_interrupt) {
   }
   group_->run_mutex.unlock();
   announce(*head);
-  group_->run_mutex.lock();
   return true;
 }
 
@@ -165,13 +183,10 @@ bool Engine::wait(Ticket& ticket, int64_t timeout_ns, bool may_interrupt, bool& 
   interrupted = false;
   while (!ticket.done.load(std::memory_order_acquire)) {
     if (ticket.message) {
-      post_.advance();
+      post_->advance();
       if (ticket.message->finished.load(std::memory_order_acquire)) end_pending();
-    } else if (timeout_ns == 0 && group_->run_mutex.try_lock()) {
-      while (!ticket.done.load(std::memory_order_acquire) && run_head(may_interrupt)) {
-      }
-      group_->run_mutex.unlock();
-      if (ticket.done.load(std::memory_order_acquire)) break;
+    } else if (timeout_ns == 0 && run_head(may_interrupt)) {
+      continue;
     }
     int64_t now = now_ns();
     if (timeout_ns && now - begin > timeout_ns) return false;
@@ -228,10 +243,7 @@ void Engine::progress() {
       messages = !messages_.empty();
     }
     if (queued_.load(std::memory_order_acquire)) {
-      if (group_->run_mutex.try_lock()) {
-        run_head(false);
-        group_->run_mutex.unlock();
-      } else {
+      if (!run_head(false)) {
         // Somebody else runs the head; look again when it is done.
         std::unique_lock lock(queue_mutex_);
         changed_.wait_for(lock, std::chrono::milliseconds(1));
@@ -239,7 +251,7 @@ void Engine::progress() {
     }
     if (messages) {
       size_t before = in_flight_.load(std::memory_order_relaxed);
-      post_.advance();
+      post_->advance();
       end_pending();
       if (in_flight_.load(std::memory_order_relaxed) == before) {
         std::vector<std::shared_ptr<Ticket>> pending;
@@ -266,18 +278,18 @@ void Engine::progress() {
                    (t->message->peer < 0 || t->message->peer == r);
           });
         };
-        int64_t until = now_ns() + 1'000'000;
+        int64_t until = now_ns() + 10'000'000;
         Code code = group_->await_until(
             watcher,
             [&] {
-              post_.advance();
+              post_->advance();
               return now_ns() > until || queued_.load() ||
                      std::any_of(pending.begin(), pending.end(),
                                  [](const auto& t) { return t->message->finished.load(std::memory_order_acquire); });
             },
             owes);
         if (code == Code::ok && now_ns() > until) code = group_->health(watcher, owes);
-        if (code != Code::ok) post_.fail_all(watcher.failure);
+        if (code != Code::ok) post_->fail_all(watcher.failure);
         end_pending();
       }
     }
@@ -285,7 +297,7 @@ void Engine::progress() {
 }
 
 void Engine::close(const std::string& reason, int64_t linger_ns) {
-  if (!group_) return;
+  if (generation_ != fork_generation()) return;  // the parent's, and its locks may be held by threads that are not here
   group_->close(reason);
   {
     std::lock_guard lock(queue_mutex_);
@@ -296,7 +308,7 @@ void Engine::close(const std::string& reason, int64_t linger_ns) {
   changed_.notify_all();
   Failure cause;
   group_->usable(cause);
-  post_.fail_all(cause);
+  post_->fail_all(cause);
   if (thread_.joinable()) {
     // A callback of the progress thread may be what closes the group.
     if (thread_.get_id() == std::this_thread::get_id())
@@ -304,10 +316,7 @@ void Engine::close(const std::string& reason, int64_t linger_ns) {
     else
       thread_.join();
   }
-  while (group_->run_mutex.try_lock()) {
-    bool more = run_head(false);  // ends with the cause above
-    group_->run_mutex.unlock();
-    if (!more) break;
+  while (run_head(false)) {  // each ends with the cause above
   }
   end_pending();
   // Peers usually close at the same time; then the block can go at once.

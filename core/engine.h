@@ -28,6 +28,7 @@ class Engine {
  public:
   explicit Engine(std::unique_ptr<Group> group);
   ~Engine();
+  static void drop(Engine* engine);  // how to delete one that may have come through a fork
 
   Group& group() { return *group_; }
 
@@ -42,16 +43,17 @@ class Engine {
   void close(const std::string& reason, int64_t linger_ns = 0);
 
  private:
+  void start_thread();
   void progress();
-  bool run_head(
-      bool may_interrupt);  // false: nothing queued. The caller holds run_mutex; it is released around on_done.
+  bool run_head(bool may_interrupt);  // false: nothing to run now. Takes run_mutex if it is free, and gives it back
+                                      // before on_done.
   void finish(Ticket& ticket, Code code);
   static void mark_done(Ticket& ticket, Code code);
   void announce(Ticket& ticket);
   void end_pending();
 
   std::unique_ptr<Group> group_;
-  Post post_;
+  std::unique_ptr<Post> post_;
   std::mutex queue_mutex_;
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Ticket>> queue_;

@@ -289,7 +289,26 @@ Code Group::check(Call& call) {
     bool hashed = call.verb == Verb::all_gather || call.verb == Verb::reduce_scatter;
     return disagree(call, hashed ? "the counts" : "the number of elements");
   }
-  if (!sums_differ) return Code::ok;
+  auto holds = [&](int r, size_t count) {
+    const Descriptor& d = peer(r).block.descriptor(call.seq);
+    size_t most = d.input == Holder::inlined ? kInlineBytes : d.input == Holder::slot ? kSlotBytes : SIZE_MAX;
+    return d.input <= Holder::slot && count <= most / dtype_bytes(call.dtype);
+  };
+  auto impossible = [&](int r) {
+    return break_with(call, Code::system, "rank " + std::to_string(r) + " published an impossible descriptor", {r});
+  };
+  if (!sums_differ) {
+    size_t all = 0;
+    for (int r = 0; call.in_parts && r < size; r++) all += call.in_parts[r].count;
+    for (int r = 0; r < size; r++) {
+      size_t count = call.verb == Verb::all_gather       ? call.out_parts[r].count
+                     : call.verb == Verb::reduce_scatter ? all
+                     : call.verb == Verb::barrier || (call.verb == Verb::broadcast && r != call.root) ? 0
+                                                                                                      : call.count;
+      if (!holds(r, count)) return impossible(r);
+    }
+    return Code::ok;
+  }
   auto entry = [&](int r, int j) -> const TableEntry& { return peer(r).block.table(call.seq)[j]; };
   for (int r = 0; r < size; r++) {
     const Descriptor& d = peer(r).block.descriptor(call.seq);
@@ -298,6 +317,12 @@ Code Group::check(Call& call) {
     if (call.verb == Verb::all_to_all)
       for (int j = 0; j < size; j++)
         if (entry(r, j).in_count != entry(j, r).out_count) return disagree(call, "the counts");
+  }
+  for (int r = 0; r < size; r++) {
+    size_t count = call.verb == Verb::gather ? peer(r).block.descriptor(call.seq).count : 0;
+    for (int j = 0; (call.verb == Verb::all_to_all || (call.verb == Verb::scatter && r == call.root)) && j < size; j++)
+      count += entry(r, j).in_count;
+    if (!holds(r, count)) return impossible(r);
   }
   return Code::ok;
 }
@@ -346,11 +371,14 @@ Code Group::run(Call& call) {
   if (code == Code::ok) code = check(call);
   if (code == Code::mismatch) return code;
   if (code == Code::ok) code = Mover(*this, call).run();
+  // Closed while it ran: peers may have taken this rank for gone and used its inputs' memory for something else.
+  if (code == Code::ok && stopped_.load(std::memory_order_acquire)) code = quote_first_cause(call);
   if (code != Code::ok) {
     // A peer that was given up may still be on its way into these tensors.
     for (const std::byte* p : {call.in, call.out}) heap_->quarantine(p);
     for (const Part* parts : {call.in_parts, call.out_parts})
-      for (int r = 0; parts && r < facts_.size; r++) heap_->quarantine(parts[r].ptr);
+      for (int r = 0; parts && r < facts_.size; r++)
+        if (parts[r].count) heap_->quarantine(parts[r].ptr);
   }
   return code;
 }

@@ -68,7 +68,8 @@ struct GroupFacts {
   std::string name;
   uint64_t id = 0;
   int64_t timeout_ns = 300'000'000'000;
-  bool crowded = false;  // more ranks than processors: give way instead of spinning
+  bool crowded = false;          // more ranks than processors: give way instead of spinning
+  size_t cache_bytes = 8 << 20;  // the smallest last-level cache of any rank
 };
 
 class Group {

@@ -130,7 +130,7 @@ bool Heap::grow(size_t bytes, Failure& failure) {
              " are reserved and " + std::to_string(more) + " more were asked for (UNISONO_HEAP_MAX)");
     return false;
   }
-  if (more > kGrowth) {
+  if (more > kGrowth || top_ / kSlack != (top_ + more) / kSlack) {  // small steps: once per kSlack, which covers them
     size_t room = memory_available();
     if (room != SIZE_MAX && more + kSlack > room) {
       fail(failure, Code::no_memory,
@@ -222,7 +222,9 @@ void Heap::quarantine(const void* p) {
   std::lock_guard lock(mutex_);
   if (!holds(p)) return;
   auto found = live_.upper_bound(static_cast<size_t>(static_cast<const std::byte*>(p) - base()));
-  if (found != live_.begin()) kept_.insert(std::prev(found)->first);
+  if (found == live_.begin()) return;
+  --found;
+  if (p < base() + found->first + found->second) kept_.insert(found->first);
 }
 
 Heap::Usage Heap::usage() {

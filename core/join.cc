@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <fstream>
 
+#include "mover.h"
 #include "reduce.h"
 #include "wait.h"
 
@@ -33,6 +34,7 @@ struct Hello {
   int32_t size;
   int32_t pid;
   uint32_t isa;
+  uint64_t cache_bytes;
   double quota;           // processors the cgroup allows; infinity without a limit
   uint8_t affinity[128];  // one bit per processor this rank may run on
 };
@@ -163,6 +165,7 @@ std::unique_ptr<Engine> Doorway::join(std::shared_ptr<Heap> heap, GroupFacts fac
   mine.size = size;
   mine.pid = getpid();
   mine.isa = static_cast<uint32_t>(current_isa());
+  mine.cache_bytes = last_cache_bytes();
   mine.quota = cgroup_quota();
   read_affinity(mine.affinity);
 
@@ -266,7 +269,7 @@ std::unique_ptr<Engine> Doorway::join(std::shared_ptr<Heap> heap, GroupFacts fac
       }
       hellos[static_cast<size_t>(hello.rank)] = hello;
       peers[static_cast<size_t>(hello.rank)] = {mapping->base(),
-                                                hello.capacity,
+                                                mapping->capacity(),
                                                 mapping,
                                                 Block(mapping->base() + hello.block, size),
                                                 std::make_shared<Link>(k.socket, pid),
@@ -289,14 +292,17 @@ std::unique_ptr<Engine> Doorway::join(std::shared_ptr<Heap> heap, GroupFacts fac
   // From the same hellos every rank draws the same conclusions.
   std::bitset<1024> processors;
   double quota = INFINITY;
+  size_t cache = SIZE_MAX;
   auto isa = current_isa();
   for (const Hello& h : hellos) {
     for (size_t bit = 0; bit < 1024; bit++)
       if (h.affinity[bit / 8] >> bit % 8 & 1) processors.set(bit);
     quota = std::min(quota, h.quota);
+    cache = std::min<size_t>(cache, h.cache_bytes);
     isa = std::min(isa, static_cast<Isa>(h.isa));
   }
   set_isa(isa);
+  facts.cache_bytes = cache;
   facts.crowded = static_cast<double>(size) > std::min(static_cast<double>(processors.count()), quota);
   return std::make_unique<Engine>(std::make_unique<Group>(std::move(facts), std::move(heap), std::move(peers)));
 }

@@ -75,6 +75,7 @@ bool Mover::find_stages() {
     Stage stage{block.stage(), kStageBytes};
     if (wide) {
       size_t offset = block.wide_stage().load(std::memory_order_relaxed);  // published with the descriptor
+      if (offset == 0) return false;
       stage = {g_.resolve(Place::at(r, offset), Stage::bytes(kWideStageBytes)), kWideStageBytes};
     }
     if (!stage.base) return false;

@@ -19,9 +19,11 @@ Post::Post(Group& group)
     : g_(group),
       next_out_(static_cast<size_t>(group.size())),
       next_in_(static_cast<size_t>(group.size())),
+      holders_(static_cast<size_t>(group.size()), std::vector<uint8_t>(group.peer(group.rank()).block.ring())),
       taken_(static_cast<size_t>(group.size()), std::vector<uint8_t>(group.peer(group.rank()).block.ring())) {}
 
 Post::~Post() {
+  sweep();
   // What a receiver may still read is never handed out again.
   for (const Lingering& l : lingering_)
     if (l.buffer) {
@@ -49,6 +51,16 @@ void Post::sweep() {
   });
 }
 
+// No free letter: a short message does not keep its sender, it waits in memory of our own.
+void Post::set_aside(Message& m) {
+  if (m.finished.load(std::memory_order_relaxed) || m.bytes > kEager) return;
+  m.owned.reset(new (std::nothrow) std::byte[m.bytes + 1]);
+  if (!m.owned) return;
+  if (m.bytes) copy_bytes(m.owned.get(), m.data, m.bytes);
+  m.data = m.owned.get();
+  finish(m);
+}
+
 bool Post::step_send(Message& m) {
   const int me = g_.rank();
   const auto to = static_cast<size_t>(m.peer);
@@ -56,7 +68,11 @@ bool Post::step_send(Message& m) {
   const uint64_t ring = mine.ring();
   if (!m.started) {
     uint64_t i = next_out_[to];
-    if (i >= ring && theirs.reply(me, i).done.load(std::memory_order_acquire) < i - ring + 1) return false;
+    if (holders_[to][i % ring]) return set_aside(m), false;  // its last message has not seen its reply yet
+    if (i >= ring && theirs.reply(me, i).done.load(std::memory_order_acquire) < i - ring + 1) {
+      set_aside(m);
+      return false;
+    }
     Letter& letter = mine.letter(m.peer, i);
     letter.tag = m.tag;
     letter.bytes = m.bytes;
@@ -81,10 +97,12 @@ bool Post::step_send(Message& m) {
     }
     m.started = true;
     m.letter = i;
+    holders_[to][i % ring] = 1;
     next_out_[to]++;
     g_.publish(letter.posted, i + 1);
     if (letter.kind == static_cast<uint8_t>(LetterKind::inlined)) {
       lingering_.push_back({m.peer, i, nullptr});
+      holders_[to][i % ring] = 0;
       finish(m);
       return true;
     }
@@ -99,12 +117,15 @@ bool Post::step_send(Message& m) {
              std::to_string(m.bytes) + " bytes of " + dtype_name(m.dtype),
          {m.peer});
     if (m.buffer) g_.heap().release(m.buffer);
+    holders_[to][m.letter % ring] = 0;
     finish(m);
     return true;
   }
-  if (letter.kind == static_cast<uint8_t>(LetterKind::place)) {
-    if (done) finish(m);
-    return done;
+  if (!m.buffer) {  // read where it is
+    if (!done) return false;
+    holders_[to][m.letter % ring] = 0;
+    finish(m);
+    return true;
   }
   const size_t room = std::min(m.bytes, kBuffer);
   bool moved = false;
@@ -121,6 +142,7 @@ bool Post::step_send(Message& m) {
   }
   if (m.moved == m.bytes) {
     lingering_.push_back({m.peer, m.letter, m.buffer});
+    holders_[to][m.letter % ring] = 0;
     finish(m);
     return true;
   }
@@ -193,16 +215,19 @@ bool Post::match_unasked(Message& m) {
 
 void Post::take_unasked(int from) {
   const uint64_t first = next_in_[static_cast<size_t>(from)], ring = taken_[0].size();
+  if (taken_[static_cast<size_t>(from)][first % ring]) return;
   for (uint64_t i = first; i < first + ring; i++)
-    if (taken_[static_cast<size_t>(from)][i % ring] || !posted(from, i)) return;
+    if (!posted(from, i)) return;  // there is still room for what may be asked for
   const Letter& letter = g_.peer(from).block.letter(g_.rank(), first);
   auto held = std::make_shared<Message>();
   held->peer = from;
   held->tag = letter.tag;
   held->bytes = letter.bytes;
   held->dtype = letter.dtype;
-  held->unasked = std::make_unique<std::byte[]>(letter.bytes);
-  held->data = held->unasked.get();
+  if (letter.bytes > g_.peer(from).heap_capacity) return;  // impossible; the receive will time out
+  held->owned.reset(new (std::nothrow) std::byte[letter.bytes + 1]);
+  if (!held->owned) return;
+  held->data = held->owned.get();
   take(*held, from, first);
   unasked_.push_back(held);
 }
@@ -264,12 +289,14 @@ void Post::step() {
   for (auto it = sends_.begin(); it != sends_.end();) {
     Message& m = **it;
     if (!m.started && blocked[static_cast<size_t>(m.peer)]) {
+      set_aside(m);
       ++it;
       continue;
     }
     step_send(m);
     if (!m.started) blocked[static_cast<size_t>(m.peer)] = 1;
-    it = m.finished.load(std::memory_order_relaxed) ? sends_.erase(it) : std::next(it);
+    bool over = m.finished.load(std::memory_order_relaxed) && (m.started || m.failure.code != Code::ok);
+    it = over ? sends_.erase(it) : std::next(it);
   }
   for (auto& held : unasked_)
     if (!held->finished.load(std::memory_order_relaxed)) step_receive(*held);
@@ -277,6 +304,7 @@ void Post::step() {
     step_receive(**it);
     it = (*it)->finished.load(std::memory_order_relaxed) ? receives_.erase(it) : std::next(it);
   }
+  pending_.store(sends_.size() + receives_.size(), std::memory_order_relaxed);
 }
 
 bool Post::advance() {
@@ -290,12 +318,15 @@ void Post::fail_all(const Failure& failure) {
   std::lock_guard lock(mutex_);
   for (auto* list : {&sends_, &receives_}) {
     for (auto& m : *list) {
+      if (m->buffer) lingering_.push_back({m->peer, m->letter, m->buffer});
+      if (m->finished.load(std::memory_order_relaxed)) continue;  // over for its sender, it only waited for a letter
       m->failure = failure;
       g_.heap().quarantine(m->data);
       finish(*m);
     }
     list->clear();
   }
+  pending_.store(0, std::memory_order_relaxed);
 }
 
 Code Post::wait(const std::shared_ptr<Message>& message, Call& call) {
@@ -308,6 +339,12 @@ Code Post::wait(const std::shared_ptr<Message>& message, Call& call) {
         return m.finished.load(std::memory_order_acquire);
       },
       [&](int r) {
+        // What came in just before the peer left counts: look once more, for sure.
+        {
+          std::lock_guard lock(mutex_);
+          step();
+        }
+        if (m.finished.load(std::memory_order_acquire)) return false;
         if (m.peer >= 0) return m.peer == r;
         // From anyone: one who left owes nothing while another is still here.
         auto left = [&](int p) {

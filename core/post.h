@@ -37,8 +37,8 @@ struct Message {
   bool started = false;
   uint64_t letter = 0;
   size_t moved = 0;
-  std::byte* buffer = nullptr;           // staged sends
-  std::unique_ptr<std::byte[]> unasked;  // receives nobody asked for yet
+  std::byte* buffer = nullptr;         // staged sends
+  std::unique_ptr<std::byte[]> owned;  // of receives nobody asked for yet, and of sends that wait for a letter
 };
 
 class Post {
@@ -51,6 +51,7 @@ class Post {
   Code wait(const std::shared_ptr<Message>& message, Call& call);
   // Advances all pending messages once; false if none is pending any more.
   bool advance();
+  size_t pending() const { return pending_.load(std::memory_order_relaxed); }
   // Ends every pending message with this failure.
   void fail_all(const Failure& failure);
 
@@ -61,6 +62,7 @@ class Post {
     std::byte* buffer;
   };
   void step();
+  void set_aside(Message& m);
   bool step_send(Message& m);
   bool step_receive(Message& m);
   bool match(Message& m);
@@ -77,9 +79,11 @@ class Post {
   std::list<std::shared_ptr<Message>> sends_, receives_;
   std::deque<std::shared_ptr<Message>> unasked_;
   std::vector<Lingering> lingering_;
-  std::vector<uint64_t> next_out_, next_in_;  // per peer: the next letter to post; the oldest not finished with
-  std::vector<std::vector<uint8_t>> taken_;   // per peer and ring entry
+  std::vector<uint64_t> next_out_, next_in_;   // per peer: the next letter to post; the oldest not finished with
+  std::vector<std::vector<uint8_t>> holders_;  // per peer and ring entry: a send that still looks at its letter
+  std::vector<std::vector<uint8_t>> taken_;    // per peer and ring entry
   uint64_t count_ = 0;
+  std::atomic<size_t> pending_{0};
 };
 
 }  // namespace unisono

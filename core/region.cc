@@ -149,6 +149,11 @@ std::shared_ptr<Mapping> Mapping::map(int fd, size_t capacity, Failure& failure)
   madvise(at, capacity, MADV_HUGEPAGE);  // taken only where the machine allows huge shared pages
   madvise(at, capacity, MADV_DONTDUMP);
   int kept = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+  if (kept < 0) {
+    fail(failure, Code::system, system_error("cannot keep the descriptor of a heap"));
+    mmap(at, capacity, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    return nullptr;
+  }
   std::shared_ptr<Mapping> mapping(new Mapping(at, capacity, slot, kept));
   region.used[slot] = true;
   region.taken[slot] = mapping;

@@ -67,8 +67,10 @@ Link::State Link::look(uint64_t group, std::string* reason) {
       left_.emplace_back(note.group, note.reason);
     } else if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
       break;
+    } else if (n < 0 && errno == ECONNRESET && !reset_) {
+      reset_ = true;  // said once when the peer left our words unread; what it said itself may still come
     } else {
-      hung_up_ = true;  // end of file, a reset, or a message we did not send
+      hung_up_ = true;  // end of file, or a message we did not send
     }
   }
   for (const auto& [id, why] : left_)
@@ -88,9 +90,10 @@ void Link::say_left(uint64_t group, const std::string& reason) {
 
 bool is_dying(pid_t pid) {
   constexpr unsigned long exiting = 0x4;  // PF_EXITING among the kernel's flags
+  if (pid <= 0) return false;
   std::ifstream stat("/proc/" + std::to_string(pid) + "/stat");
   std::string line;
-  if (!std::getline(stat, line)) return true;
+  if (!std::getline(stat, line)) return errno == ENOENT || errno == ESRCH;
   char state = 0;
   unsigned long flags = 0;
   size_t end = line.rfind(')');

@@ -35,6 +35,7 @@ class Link {
   int socket_;
   pid_t pid_;
   bool hung_up_ = false;
+  bool reset_ = false;
   std::vector<std::pair<uint64_t, std::string>> left_;
 };
 

@@ -138,20 +138,16 @@ class Group:
         # Every rank shows what it wants, where its control block is, and a number nobody had before.
         mine = torch.tensor([_number(members, name), block, secrets.randbits(62)], dtype=torch.int64)
         shown = torch.empty(self.size, 3, dtype=torch.int64)
-        try:
-            self.all_gather(shown, mine)
-            differing = [r for r in members if shown[r, 0] != mine[0]]
-            if differing:
-                error = MismatchError(
-                    f'split of group "{self.name}": ranks {differing} gave other ranks or another name than '
-                    f"rank {self.rank}, which gave {members}"
-                )
-                error.op, error.group, error.rank, error.peers = "split", self.name, self.rank, tuple(differing)
-                raise error
-        except BaseException:
-            if members:
-                self._comm.drop_block(block)
-            raise
+        self.all_gather(shown, mine)
+        differing = [r for r in members if shown[r, 0] != mine[0]]
+        if differing:
+            self._comm.drop_block(block)
+            error = MismatchError(
+                f'split of group "{self.name}": ranks {differing} gave other ranks or another name than '
+                f"rank {self.rank}, which gave {members}"
+            )
+            error.op, error.group, error.rank, error.peers = "split", self.name, self.rank, tuple(differing)
+            raise error
         if not members:
             return None
         blocks = [int(shown[r, 1]) for r in members]

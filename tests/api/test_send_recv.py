@@ -1,10 +1,13 @@
 """send and recv: sizes, dtypes, memory kinds between every pair, tags, any source."""
 
+import time
+
 import pytest
 import torch
 
 from tests.calls import LIMIT_S, Call, Placed, sampled, threshold_counts, unwritten
 from tests.reference import MOVABLE, difference, dtype_of, make_input
+from unisono.testing import run_ranks
 
 KINDS = ("hh", "oo", "ho", "oh")  # sender's and receiver's memory
 
@@ -123,3 +126,78 @@ def _between_collectives(group):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_between_collectives(pool, size):
     pool.run(_between_collectives)
+
+
+def _send_and_leave(group):
+    if group.rank == 0:
+        time.sleep(0.004)  # the receiver is asleep by now, which is the case in question
+        group.send(torch.ones(4), 1)
+        return 4.0
+    t = torch.zeros(4)
+    group.recv(t, 0)
+    return t.sum().item()
+
+
+def test_a_message_counts_though_its_sender_has_left():
+    for _ in range(8):
+        assert run_ranks(2, _send_and_leave) == [4.0, 4.0]
+
+
+def _unclaimed_head(group):
+    """The first letter is asked for last, when all later ones have been taken."""
+    if group.rank == 0:
+        group.send(torch.zeros(4), 1, tag=1)
+        for i in range(40):
+            group.send(torch.full((4,), float(i)), 1, tag=2)
+    else:
+        for i in range(40):
+            t = torch.zeros(4)
+            group.recv(t, 0, tag=2, timeout_s=20)
+            assert t[0] == i
+        t = torch.ones(4)
+        group.recv(t, 0, tag=1, timeout_s=20)
+        assert t[0] == 0
+    group.barrier()
+
+
+def _more_than_the_ring(group, count, elements):
+    """Short sends do not wait for their receiver, however many."""
+    if group.rank == 0:
+        for i in range(count):
+            group.send(torch.full((elements,), float(i)), 1, timeout_s=20)
+        group.barrier(timeout_s=20)
+    else:
+        group.barrier(timeout_s=20)
+        for i in range(count):
+            t = torch.zeros(elements)
+            group.recv(t, 0, timeout_s=20)
+            assert t.unique().tolist() == [float(i)]
+    group.barrier()
+
+
+@pytest.mark.parametrize("size", [2])
+def test_order_and_number_of_messages_do_not_matter(pool, size):
+    pool.run(_unclaimed_head)
+    pool.run(_more_than_the_ring, 50, 3)
+    pool.run(_more_than_the_ring, 40, 3000)
+
+
+def _wait_then_send(group):
+    """Waiting for the first of two calls must not wait for the second, which needs what is sent in between."""
+    for _ in range(100):
+        x = torch.ones(3)
+        if group.rank == 0:
+            first = group.all_reduce(torch.ones(4), async_op=True)
+            second = group.all_reduce(torch.ones(4), async_op=True)
+            first.wait()
+            group.send(x, 1)
+            second.wait()
+        else:
+            group.all_reduce(torch.ones(4))
+            group.recv(x, 0, timeout_s=20)
+            group.all_reduce(torch.ones(4))
+
+
+@pytest.mark.parametrize("size", [2])
+def test_a_handle_waits_for_its_own_call_only(pool, size):
+    pool.run(_wait_then_send)

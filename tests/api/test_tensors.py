@@ -3,6 +3,8 @@
 import gc
 import os
 import pickle
+import signal
+import time
 import warnings
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import unisono
+from unisono.testing import run_ranks
 
 
 def _making(group):
@@ -233,3 +236,31 @@ def _fork(group):
 @pytest.mark.parametrize("size", [2, 3])
 def test_fork_does_not_disturb_the_parent(pool, size):
     pool.run(_fork)
+
+
+def _fork_and_end(group):
+    """A child that ends as Python does (dropping its copy of the group) ends, also when calls ran in the background."""
+    t = torch.ones(4)
+    group.all_reduce(t, async_op=True).wait()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            unisono.group._leave_all()
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + 20
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return "the child hung"
+        time.sleep(0.01)
+    group.all_reduce(t)
+    return status, t.tolist()
+
+
+def test_a_forked_child_can_end():
+    assert run_ranks(2, _fork_and_end) == [(0, [4.0] * 4)] * 2

@@ -39,7 +39,7 @@ std::vector<std::unique_ptr<Engine>> make_engines(int size, bool crowded, int64_
   for (int r = 0; r < size; r++) {
     std::vector<Peer> peers;
     for (const Rank& p : ranks)
-      peers.push_back({p.heap->base(), p.heap->capacity(), nullptr, Block(p.block, size), nullptr, 0});
+      peers.push_back({p.heap->base(), p.heap->capacity(), p.heap->mapping(), Block(p.block, size), nullptr, 0});
     GroupFacts facts{r, size, "threads", 1, timeout_ns, crowded};
     engines.push_back(
         std::make_unique<Engine>(std::make_unique<Group>(facts, ranks[static_cast<size_t>(r)].heap, std::move(peers))));
