@@ -102,7 +102,7 @@ void fence_streams() {
 
 // Tiles are reduced into L1 and stored past the caches from there, whatever the outputs' alignment.
 void reduce_streaming(const KernelTable& table, Kernel kernel, KernelTask task, const Reduction& r) {
-  constexpr size_t tile_bytes = 8192;
+  constexpr size_t tile_bytes = 4096;
   constexpr size_t line = 64;
   alignas(line) char tile[tile_bytes];
   void* const into_tile[] = {tile};
