@@ -98,7 +98,7 @@ Code Mover::reduce_shared() {
   const uint64_t pieces = staged ? (total + room - 1) / room : 1;
   const uint64_t base = g_.pieces_;
   const bool in_place = c_.in && c_.in == c_.out;
-  const bool stream = !in_place && bytes(total) * (ranks + 1) >= g_.facts().cache_bytes;
+  const bool stream = !in_place && bytes(total) * (ranks + 1) >= g_.facts().cache_bytes / 4 * 3;
   std::vector<double> factors(ranks);
   for (int r = 0; r < size_; r++)
     factors[static_cast<size_t>(r)] = c_.op == RedOp::premul_sum ? descriptor(r).factor : 1;

@@ -47,7 +47,7 @@ _PREMUL_SUM = _OPS["premul_sum"]
 
 def _reduce_op(op: Any, factor: float | None) -> tuple[int, float]:
     """The core's number of a reduce operation, and the factor of a premul_sum."""
-    code = _OPS.get(op) if isinstance(op, str | _RedOpType) else None
+    code = _OPS.get(op) if type(op) is str or type(op) is _RedOpType else None
     if code is None and isinstance(op, dist.ReduceOp):
         state: Any = op.__getstate__()
         code = _OPS[state[0]]
