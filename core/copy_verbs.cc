@@ -44,6 +44,19 @@ std::byte* Mover::segment_target(int from, int to) const {
   return output(to, from, segment(from, to));
 }
 
+// Where a segment begins and ends, in words all ranks share; nothing if only its own rank can see it. What is held in a
+// line or slot is visible to all.
+Place Mover::source_place(int from, int to) const {
+  const Descriptor& d = descriptor(from);
+  if (d.input != Holder::place) return Place{1};
+  return d.has_table && entry(from, to).in_count ? entry(from, to).in : d.in;
+}
+
+Place Mover::target_place(int from, int to) const {
+  const Descriptor& d = descriptor(to);
+  return d.has_table && entry(to, from).out_count ? entry(to, from).out : d.out;
+}
+
 Code Mover::copy_buffered() {
   for (int from = 0; from < size_; from++) {
     size_t n = bytes(segment(from, me_));
@@ -71,19 +84,13 @@ Code Mover::copy_to_all(bool& done) {
   done = false;
   size_t total = 0;
   for (int from = 0; from < size_; from++) {
-    size_t n = bytes(segment(from, me_));
-    if (n == 0) continue;
-    total += n;
-    const Descriptor& d = descriptor(from);
-    if (d.input == Holder::place && !d.in) return Code::ok;
+    if (segment(from, me_) == 0) continue;
+    total += bytes(segment(from, me_));
+    if (!source_place(from, me_)) return Code::ok;
+    for (int to = 0; to < size_; to++)
+      if (!target_place(from, to)) return Code::ok;
   }
   if (total * static_cast<size_t>(size_ + 1) < g_.facts().cache_bytes) return Code::ok;
-  for (int to = 0; to < size_; to++) {
-    const Descriptor& d = descriptor(to);
-    for (int from = 0; from < size_; from++)
-      if (segment(from, to) && !(d.has_table && entry(to, from).out_count ? entry(to, from).out : d.out))
-        return Code::ok;
-  }
   done = true;
   const auto ranks = static_cast<size_t>(size_);
   const size_t lo = total / 64 * static_cast<size_t>(me_) / ranks * 64;
@@ -133,15 +140,6 @@ Code Mover::copy_shared() {
   size_t since = 0, total = 0, mine = 0;
   const bool same_for_all = c_.verb == Verb::broadcast || c_.verb == Verb::all_gather || c_.verb == Verb::gather;
 
-  auto source_place = [&](int from, int to) {
-    const Descriptor& d = descriptor(from);
-    if (d.input != Holder::place) return Place{1};  // held: visible to all
-    return d.has_table && entry(from, to).in_count ? entry(from, to).in : d.in;
-  };
-  auto target_place = [&](int from, int to) {
-    const Descriptor& d = descriptor(to);
-    return d.has_table && entry(to, from).out_count ? entry(to, from).out : d.out;
-  };
   for (int to = 0; to < size_; to++)
     for (int from = 0; from < size_; from++) {
       size_t n = bytes(segment(from, to));
@@ -247,13 +245,7 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
   for (int r = 0; r < size_; r++) total += staged[static_cast<size_t>(r)];
   const bool stream = 2 * total >= g_.facts().cache_bytes;
   auto hidden = [&](int from, int to) {
-    if (from == to || segment(from, to) == 0) return false;
-    const Descriptor& s = descriptor(from);
-    const Descriptor& t = descriptor(to);
-    if (s.input != Holder::place) return false;
-    Place source = s.has_table && entry(from, to).in_count ? entry(from, to).in : s.in;
-    Place target = t.has_table && entry(to, from).out_count ? entry(to, from).out : t.out;
-    return !source && !target;
+    return from != to && segment(from, to) && !source_place(from, to) && !target_place(from, to);
   };
   auto ring = [&](int r, uint64_t p) { return stage(static_cast<size_t>(r)).ring(p); };
   size_t since = 0;

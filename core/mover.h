@@ -58,6 +58,8 @@ class Mover {
   Code copy_to_all(bool& done);
   bool keeps_own_while_staging(const std::vector<size_t>& staged) const;
   Code copy_staged(const std::vector<size_t>& staged);
+  Place source_place(int from, int to) const;
+  Place target_place(int from, int to) const;
   size_t segment(int from, int to) const;                   // elements that go from one rank to another
   const std::byte* segment_source(int from, int to) const;  // null: not visible here
   std::byte* segment_target(int from, int to) const;
