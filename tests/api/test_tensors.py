@@ -4,6 +4,8 @@ import gc
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -264,3 +266,47 @@ def _fork_and_end(group):
 
 def test_a_forked_child_can_end():
     assert run_ranks(2, _fork_and_end) == [(0, [4.0] * 4)] * 2
+
+
+CGROUP_SCRIPT = """
+import os, sys, torch, unisono
+with open(sys.argv[1] + "/cgroup.procs", "w") as file:
+    file.write(str(os.getpid()))
+kept = []
+try:
+    for _ in range(3000):  # small steps must not slip past the limit
+        kept.append(unisono.empty(512 << 10, dtype=torch.uint8).fill_(1))
+except unisono.HeapMemoryError as error:
+    print(len(kept) // 2, "MiB, then:", error)
+try:
+    unisono.empty(1 << 30, dtype=torch.uint8)
+except unisono.HeapMemoryError:
+    print("large refused;", int(kept[7][3]), "alive")
+"""
+
+
+def _limited_cgroup(limit_bytes):
+    """A memory cgroup of our own, or None where this user may not make one."""
+    for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        folder = Path(root) / f"unisono-test-{os.getpid()}"
+        try:
+            folder.mkdir()
+            (folder / limit).write_text(str(limit_bytes))
+            return folder
+        except OSError:
+            if folder.exists():
+                folder.rmdir()
+    return None
+
+
+def test_a_cgroup_limit_is_an_exception_not_a_kill():
+    folder = _limited_cgroup(700 << 20)
+    if folder is None:
+        pytest.skip("may not make a memory cgroup here")
+    try:
+        command = [sys.executable, "-c", CGROUP_SCRIPT, str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert "MiB, then: 1048576 bytes were asked for" in done.stdout and "large refused; 1 alive" in done.stdout
+    finally:
+        folder.rmdir()
