@@ -1,0 +1,85 @@
+"""Which group a caller means: from None, a name, a torch ProcessGroup or a :class:`Group` to the group itself.
+
+Every public function takes its ``group`` argument through :func:`resolve`, at the call, so the default group may be
+made, destroyed and made again. :func:`native` then says whether it is one of ours, with a core under it.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import GroupMember, _resolve_process_group
+
+from .group import Group
+
+#: What a ``group`` argument may be.
+GroupLike: TypeAlias = Group | ProcessGroup | str | None
+
+#: Names that mean the default group: MindSpore's and ours.
+WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group", "world")
+
+_named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+
+def remember(name: str, group: ProcessGroup | Group) -> None:
+    """Lets :func:`resolve` find a group by this name, as long as the group lives."""
+    _named[name] = group
+
+
+def forget(name: str) -> None:
+    """Undoes :func:`remember`."""
+    _named.pop(name, None)
+
+
+def default_group() -> ProcessGroup:
+    """The default process group; under torchrun, with none made yet, makes one on the unisono backend."""
+    if not dist.is_initialized():
+        missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
+        if missing:
+            raise ValueError(
+                "Default process group has not been initialized, please make sure to call init_process_group.\n"
+                f"  ({', '.join(missing)} not set: under torchrun unisono would make the default group itself)"
+            )
+        dist.init_process_group("unisono")
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def resolve(group: GroupLike) -> ProcessGroup | Group | None:
+    """The group that is meant; None if this process is not in it.
+
+    A name is one that :func:`remember` was given (``comm_func.create_group``, ``get_comm_name``), a torch group's
+    ``group_name``, or one of ``WORLD_NAMES``.
+    """
+    if group is None:
+        return default_group()
+    if isinstance(group, (ProcessGroup, Group)):
+        return group
+    if isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER:
+        return None
+    if isinstance(group, str):
+        found = _named.get(group)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+        if group in WORLD_NAMES:
+            return default_group()
+        try:
+            return _resolve_process_group(group)  # type: ignore[arg-type]
+        except (RuntimeError, ValueError):
+            known = ", ".join(sorted(_named)) or "none"
+            raise ValueError(f"no group is named {group!r}; known names: {known}") from None
+    raise TypeError(
+        f"argument 'group' must be None, a name, a ProcessGroup or a unisono.Group, got {type(group).__name__}"
+    )
+
+
+def native(group: ProcessGroup | Group) -> Group | None:
+    """The unisono Group under a process group, None if another backend is."""
+    if isinstance(group, Group):
+        return group
+    return getattr(group, "unisono_group", None)
