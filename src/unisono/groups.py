@@ -11,8 +11,9 @@ import weakref
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import GroupMember, _resolve_process_group
+from torch.distributed.distributed_c10d import GroupMember
 
 from .group import Group
 
