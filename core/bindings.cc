@@ -472,7 +472,15 @@ class Door {
 
 nb::object empty(const std::vector<int64_t>& shape, int code, int bits) {
   Failure failure;
-  nb::object tensor = make_tensor(shape, {static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1}, failure);
+  nb::object tensor =
+      make_tensor(shape.data(), shape.size(), {static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1}, failure);
+  if (!tensor.is_valid()) raise(failure, "", -1);
+  return tensor;
+}
+
+nb::object empty_like(nb::handle other) {
+  Failure failure;
+  nb::object tensor = make_tensor_like(other, failure);
   if (!tensor.is_valid()) raise(failure, "", -1);
   return tensor;
 }
@@ -512,6 +520,7 @@ NB_MODULE(_core, m) {
           if (spin_us >= 0) spin_ns = spin_us * 1000;
         });
   m.def("empty", &unisono::empty);
+  m.def("empty_like", &unisono::empty_like);
   m.def("is_shared", [](nb::handle t) { return in_region(view_tensor(t, "tensor").data); });
   m.def("in_region", [](uintptr_t p) { return in_region(reinterpret_cast<const void*>(p)); });
   m.def("heap_usage", &heap_usage);
