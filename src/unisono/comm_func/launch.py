@@ -24,6 +24,10 @@ Result = tuple[Tensor, Handle | None]
 Found = ProcessGroup | Group
 Step = Callable[[], None]
 
+# torch 2.13 renamed these two and warns of the old names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def plain(tensor: Tensor) -> Tensor:
     """The tensor, or a copy if it is strided or a lazy view: what a backend can read."""
@@ -83,7 +87,7 @@ def all_gather(group: Found, tensor: Tensor, splits: Sequence[int], async_op: bo
     own, other = _sides(group)
     if own is not None:
         return out, own.all_gather(out, tensor, _elements(splits, tensor), async_op=async_op)
-    work = dist.all_gather_into_tensor(out, tensor, other, async_op)
+    work = _all_gather_single(out, tensor, other, async_op)
     return _ended(work, "all_gather", out, async_op)
 
 
@@ -100,7 +104,7 @@ def reduce_scatter(
         return out, own.reduce_scatter(out, tensor, counts, op, factor=given, async_op=async_op)
     out = _rows_like(group, tensor, splits[other.rank()])
     source, torch_op, finish = _for_torch(tensor, op, factor, other, out)
-    work = dist.reduce_scatter_tensor(out, source, torch_op, other, async_op)
+    work = _reduce_scatter_single(out, source, torch_op, other, async_op)
     return _ended(work, "reduce_scatter", out, async_op, finish)
 
 
