@@ -35,6 +35,7 @@ from .handle import Handle  # noqa: E402
 from .shared_gather import SharedGather  # noqa: E402
 from .tensors import empty, empty_like, is_shared, to_shared_, zeros  # noqa: E402
 from .torch_backend import ProcessGroupUnisono  # noqa: E402
+from .uneven import all_gather_into_tensor_uneven, all_to_all_vc, reduce_scatter_tensor_uneven  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -52,10 +53,13 @@ __all__ = [
     "SharedGather",
     "SystemCallError",
     "UnisonoError",
+    "all_gather_into_tensor_uneven",
+    "all_to_all_vc",
     "comm_func",
     "empty",
     "empty_like",
     "is_shared",
+    "reduce_scatter_tensor_uneven",
     "to_shared_",
     "zeros",
 ]

@@ -6,7 +6,6 @@ follows on a second line.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -17,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from ..group import Group
 from ..groups import GroupLike, resolve
+from ..splits import SplitsLike, cut, splits_of
 
 _RedOpType = dist.ReduceOp.RedOpType
 
@@ -118,15 +118,19 @@ def rows_of(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() else tensor.reshape(1)
 
 
-def splits(sizes: Any, size: int) -> list[int]:
-    """Rows per rank as a list, empty if none were given."""
-    if sizes is None or len(sizes) == 0:
-        return []
-    found = [operator.index(n) for n in (sizes.tolist() if hasattr(sizes, "tolist") else sizes)]
-    if len(found) != size:
-        raise RuntimeError(
-            f"Number of tensor splits not equal to group size\n  Expected {size}, one per rank, got {len(found)}"
-        )
-    if any(n < 0 for n in found):
-        raise RuntimeError(f"Split sizes must not be negative, got {found}")
-    return found
+def splits(sizes: SplitsLike, rows: int | None, size: int) -> list[int]:
+    """Rows per rank as a list, checked; empty if none were given and ``rows``, their total, is not known either."""
+    if isinstance(sizes, (str, dist.ReduceOp, _RedOpType)):
+        raise TypeError(f"the split sizes come before 'op': expected a list of whole numbers, or None, got {sizes}")
+    if torch.compiler.is_compiling():  # keep sizes that are symbols
+        given = () if sizes is None else tuple(sizes)
+        check = cut.__wrapped__
+    else:
+        given = splits_of(sizes)
+        check = cut
+    if rows is None:
+        if not given:
+            return []
+        rows = sum(given)
+    check(given, rows, rows, size)
+    return list(given) or [rows // size] * size

@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 from .. import _core
 from ..groups import GroupLike, native
 from ..handle import Handle
+from ..splits import SplitsLike
 from . import arguments, launch, operators
 from .arguments import PLAIN, equal_parts, facts, group_rank, member, no_tensor, numbers, reduction, rows_of
 
@@ -74,7 +75,7 @@ def all_gather_into_tensor(
 
 
 def all_gather_into_tensor_uneven(
-    tensor: Tensor, output_split_sizes: Any = None, group: GroupLike = None, async_op: bool = False
+    tensor: Tensor, output_split_sizes: SplitsLike = None, group: GroupLike = None, async_op: bool = False
 ) -> tuple[Tensor, Handle | None]:
     """Puts the ranks' tensors behind one another; rank r has ``output_split_sizes[r]`` rows, which may be none::
 
@@ -87,11 +88,11 @@ def all_gather_into_tensor_uneven(
         no_tensor("all_gather_into_tensor_uneven", tensor)
     found, rank, size, key = here("all_gather_into_tensor_uneven", group, tensor)
     rows = rows_of(tensor)
-    splits = arguments.splits(output_split_sizes, size) or [rows.shape[0]] * size
+    splits = arguments.splits(output_split_sizes, None, size) or [rows.shape[0]] * size
     if splits[rank] != rows.shape[0]:
-        raise RuntimeError(
-            f"Split sizes doesn't match total dim 0 size\n  Expected output_split_sizes[{rank}] = {rows.shape[0]}, the "
-            f"rows of this rank's tensor, got {splits[rank]}"
+        raise ValueError(
+            "'tensor' must have as many rows as this rank's split\n"
+            f"  expected {splits[rank]} rows on rank {rank}, got {rows.shape[0]}"
         )
     return _all_gather(found, rows, splits, rank, key, async_op)
 
@@ -123,7 +124,11 @@ def reduce_scatter_tensor(
 
 
 def reduce_scatter_tensor_uneven(
-    tensor: Tensor, input_split_sizes: Any = None, op: Any = "sum", group: GroupLike = None, async_op: bool = False
+    tensor: Tensor,
+    input_split_sizes: SplitsLike = None,
+    op: Any = "sum",
+    group: GroupLike = None,
+    async_op: bool = False,
 ) -> tuple[Tensor, Handle | None]:
     """Combines a tensor over all ranks and gives rank r ``input_split_sizes[r]`` of the rows, which may be none::
 
@@ -137,19 +142,7 @@ def reduce_scatter_tensor_uneven(
         no_tensor(function, tensor)
     found, rank, size, key = here(function, group, tensor)
     rows = rows_of(tensor)
-    splits = arguments.splits(input_split_sizes, size)
-    if not splits:
-        if rows.shape[0] % size:
-            raise RuntimeError(
-                "Tensor's dim 0 does not divide equally across group size\n"
-                f"  Expected a multiple of {size}, or input_split_sizes, got {rows.shape[0]} rows"
-            )
-        splits = [rows.shape[0] // size] * size
-    if sum(splits) != rows.shape[0]:
-        raise RuntimeError(
-            "Split sizes doesn't match total dim 0 size\n"
-            f"  Expected splits that add up to {rows.shape[0]}, got {splits}, together {sum(splits)}"
-        )
+    splits = arguments.splits(input_split_sizes, rows.shape[0], size)
     return _reduce_scatter(function, found, rows, splits, op, rank, key, async_op)
 
 

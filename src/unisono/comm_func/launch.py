@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import tensors
+from .. import _core, tensors
+from ..compositions import composition_of
 from ..group import Group
 from ..groups import native
 from ..handle import Handle, PendingWork
@@ -24,9 +25,8 @@ Result = tuple[Tensor, Handle | None]
 Found = ProcessGroup | Group
 Step = Callable[[], None]
 
-# torch 2.13 renamed these two and warns of the old names.
+# torch 2.13 renamed it and warns of the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -84,10 +84,14 @@ def all_gather(group: Found, tensor: Tensor, splits: Sequence[int], async_op: bo
     """The rows of all ranks behind one another; ``splits`` says how many each has."""
     tensor = plain(tensor)
     out = _rows_like(group, tensor, sum(splits))
+    counts = _elements(splits, tensor)
     own, other = _sides(group)
     if own is not None:
-        return out, own.all_gather(out, tensor, _elements(splits, tensor), async_op=async_op)
-    work = _all_gather_single(out, tensor, other, async_op)
+        return out, own.all_gather(out, tensor, counts, async_op=async_op)
+    if len(set(splits)) == 1:
+        work = _all_gather_single(out, tensor, other, async_op)
+    else:
+        work = composition_of(other, out.device).all_gather(out.view(-1), tensor.view(-1), counts, async_op)
     return _ended(work, "all_gather", out, async_op)
 
 
@@ -96,16 +100,17 @@ def reduce_scatter(
 ) -> Result:
     """Combines tensors over all ranks and gives each its rows, ``splits`` says how many."""
     tensor = plain(tensor)
+    counts = _elements(splits, tensor)
     own, other = _sides(group)
     if own is not None:
         out = _rows_like(group, tensor, splits[own.rank])
-        counts = _elements(splits, tensor)
         given = _given(op, factor)
         return out, own.reduce_scatter(out, tensor, counts, op, factor=given, async_op=async_op)
     out = _rows_like(group, tensor, splits[other.rank()])
-    source, torch_op, finish = _for_torch(tensor, op, factor, other, out)
-    work = _reduce_scatter_single(out, source, torch_op, other, async_op)
-    return _ended(work, "reduce_scatter", out, async_op, finish)
+    code = _core.OPS["product" if op == "prod" else op]
+    composition = composition_of(other, out.device)
+    work = composition.reduce_scatter(out.view(-1), tensor.view(-1), counts, code, factor, async_op)
+    return _ended(work, "reduce_scatter", out, async_op)
 
 
 def scatter(group: Found, tensor: Tensor, root: int, rank: int, size: int) -> Tensor:
@@ -223,21 +228,20 @@ def _given(op: str, factor: float) -> float | None:
 
 
 def _for_torch(
-    tensor: Tensor, op: str, factor: float, group: ProcessGroup, out: Tensor | None = None
+    tensor: Tensor, op: str, factor: float, group: ProcessGroup
 ) -> tuple[Tensor, dist.ReduceOp.RedOpType, Step | None]:
     """What to hand to torch for an op that not every backend has: AVG and PREMUL_SUM become a SUM.
 
-    Returns the tensor to reduce, the op, and a step on the result (``out``, or the tensor itself) for after the call.
+    Returns the tensor to reduce in place, the op, and a step for after the call.
     """
     if op == "premul_sum":
         return tensor * factor, dist.ReduceOp.SUM, None
     if op != "avg":
         return tensor, getattr(dist.ReduceOp, "PRODUCT" if op == "prod" else op.upper()), None
-    result = tensor if out is None else out
-    rounding = None if result.is_floating_point() or result.is_complex() else "trunc"
+    rounding = None if tensor.is_floating_point() or tensor.is_complex() else "trunc"
 
     def divide() -> None:
-        result.copy_(torch.div(result, group.size(), rounding_mode=rounding))
+        tensor.copy_(torch.div(tensor, group.size(), rounding_mode=rounding))
 
     return tensor, dist.ReduceOp.SUM, divide
 
