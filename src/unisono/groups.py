@@ -95,7 +95,7 @@ def resolve(group: GroupLike) -> ProcessGroup | Group | None:
     )
 
 
-def native(group: ProcessGroup | Group) -> Group | None:
+def native(group: GroupLike) -> Group | None:
     """The unisono Group under a process group, None if another backend is."""
     if isinstance(group, Group):
         return group
