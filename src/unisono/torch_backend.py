@@ -400,6 +400,8 @@ def monitored_barrier(group: Group, timeout: timedelta | None, wait_all_ranks: b
     missing: list[int] = []
     for r, arrival in arrivals:
         assert isinstance(arrival, Handle)
+        if limit_s <= 0:
+            raise CollectiveTimeoutError(f"[Rank 0]: Rank 0 timed out in monitoredBarrier after {limit_s * 1000:.0f} ms")
         try:
             arrival.wait(max(end - time.monotonic(), 1e-3))
         except CollectiveTimeoutError:
