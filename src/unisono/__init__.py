@@ -33,6 +33,8 @@ from .group import Group  # noqa: E402
 from .handle import Handle  # noqa: E402
 from .shared_gather import SharedGather  # noqa: E402
 from .tensors import empty, empty_like, is_shared, to_shared_, zeros  # noqa: E402
+from .torch_backend import ProcessGroupUnisono  # noqa: E402
+from .torch_groups import monitored_barrier, split_group  # noqa: E402
 from .uneven import all_gather_into_tensor_uneven, all_to_all_vc, reduce_scatter_tensor_uneven  # noqa: E402
 
 __version__ = "0.1.0"
@@ -47,6 +49,7 @@ __all__ = [
     "HeapMemoryError",
     "MismatchError",
     "PeerLostError",
+    "ProcessGroupUnisono",
     "SharedGather",
     "SystemCallError",
     "UnisonoError",
@@ -55,7 +58,9 @@ __all__ = [
     "empty",
     "empty_like",
     "is_shared",
+    "monitored_barrier",
     "reduce_scatter_tensor_uneven",
+    "split_group",
     "to_shared_",
     "zeros",
 ]
