@@ -41,11 +41,12 @@ def test_what_a_handle_says(pool, size, kind, tmp_path):
     pool.run(_facts, kind, str(tmp_path))
 
 
-def _not_yet(group, kind, folder):
+def _not_yet(group, kind, folder, grad):
     """Nothing is complete before the last rank has come; a wait that ends leaves the call going on."""
     with world(group, kind, folder) as where:
+        x = torch.ones(3, requires_grad=grad)
         if group.rank == 0:
-            out, handle = comm_func.all_reduce(torch.ones(3), "sum", where, async_op=True)
+            out, handle = comm_func.all_reduce(x, "sum", where, async_op=True)
             assert not handle.is_completed() and handle.exception() is None
             with pytest.raises(unisono.CollectiveTimeoutError, match="the call goes on"):
                 handle.wait(0.05)
@@ -54,15 +55,16 @@ def _not_yet(group, kind, folder):
             handle.wait(30)
         else:
             group.recv(torch.zeros(1), 0)
-            out, handle = comm_func.all_reduce(torch.ones(3), "sum", where, async_op=True)
+            out, handle = comm_func.all_reduce(x, "sum", where, async_op=True)
             handle.wait()
-        assert out.tolist() == [2.0] * 3
+        assert out.tolist() == [2.0] * 3 and out.requires_grad == grad
 
 
 @pytest.mark.parametrize("size", [2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_not_before_the_last_has_come(pool, size, kind, tmp_path):
-    pool.run(_not_yet, kind, str(tmp_path))
+@pytest.mark.parametrize("grad", [False, True])
+def test_not_before_the_last_has_come(pool, size, kind, grad, tmp_path):
+    pool.run(_not_yet, kind, str(tmp_path), grad)
 
 
 def _awaited(group, kind, folder):
