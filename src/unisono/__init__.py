@@ -18,6 +18,7 @@ _core.setup(_torch.Tensor, errors.make_error, errors.call_site, settings.heap_ma
 if settings.isa and not _core.set_isa(settings.isa):
     raise ValueError(f"UNISONO_ISA={settings.isa}: this CPU does not have it; leave it empty for the best there is")
 
+from . import uneven_ops as _uneven_ops  # noqa: E402, F401
 from .errors import (  # noqa: E402
     AbortedError,
     ClosedError,

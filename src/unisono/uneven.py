@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup, ReduceOp
 
 from .compositions import composition_of
@@ -23,7 +24,9 @@ from .group import Group, _reduce_op
 from .groups import GroupLike, find, native
 from .handle import Handle
 from .splits import SplitsLike, check_exchange, check_whole_and_part, refuse_splits_of
+from .tracing import flat, group_name, is_traced, numbers, op_name, untraced
 
+_ops = torch.ops.unisono  # made in uneven_ops.py
 _REDUCE_OPS = (ReduceOp, ReduceOp.RedOpType)
 
 __all__ = [
@@ -54,6 +57,10 @@ def all_gather_into_tensor_uneven(
     or with ``async_op=True`` a Work (a Handle if ``group`` is a unisono.Group). Does not take part in autograd; the
     form in ``unisono.comm_func`` does.
     """
+    if (is_compiling() or type(output) is not Tensor or type(input) is not Tensor) and is_traced(group, output, input):
+        if async_op:
+            return untraced(all_gather_into_tensor_uneven, output, input, output_split_sizes, group)
+        return _ops.all_gather_into_tensor_uneven_(output, input, numbers(output_split_sizes), group_name(group))
     found, ours = find(group)
     if found is None:
         return _warn_outside("all_gather_into_tensor_uneven")
@@ -82,6 +89,12 @@ def reduce_scatter_tensor_uneven(
     premul_sum. Ranks are combined in rank order, 16-bit types in float32 with one rounding at the end, on unisono and
     on gloo groups; on others as their backend does. Returns as :func:`all_gather_into_tensor_uneven`.
     """
+    if (is_compiling() or type(output) is not Tensor or type(input) is not Tensor) and is_traced(group, output, input):
+        if async_op:
+            return untraced(reduce_scatter_tensor_uneven, output, input, input_split_sizes, op, group)
+        return _ops.reduce_scatter_tensor_uneven_(
+            output, input, numbers(input_split_sizes), op_name(op), group_name(group)
+        )
     found, ours = find(group)
     if found is None:
         return _warn_outside("reduce_scatter_tensor_uneven")
@@ -109,7 +122,11 @@ def all_to_all_vc(
     of n * n, a tensor or a numpy array. The input holds this rank's row of it, the output its column; both may have any
     shape. Input and output must not overlap. Returns as :func:`all_gather_into_tensor_uneven`.
     """
-    found, ours = find(group)
+    if (is_compiling() or type(output) is not Tensor or type(input) is not Tensor) and is_traced(group, output, input):
+        if async_op:
+            return untraced(all_to_all_vc, output, input, send_count_matrix, group)
+        return _ops.all_to_all_vc_(output, input, flat(send_count_matrix), group_name(group))
+    found, _ = find(group)
     if found is None:
         return _warn_outside("all_to_all_vc")
     rows, rank = check_exchange(found, output, input, send_count_matrix)

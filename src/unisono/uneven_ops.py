@@ -7,53 +7,11 @@ operator runs; tracing needs none, since nothing is returned.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from . import uneven
-from .group import Group
-from .groups import GroupLike
-
-__all__ = ["all_gather", "all_to_all", "group_name", "op_name", "reduce_scatter"]
-
-_OPS = tuple(
-    (getattr(ReduceOp, name.upper()), name)
-    for name in (
-        "sum",
-        "avg",
-        "product",
-        "min",
-        "max",
-        "band",
-        "bor",
-        "bxor",
-    )
-)
-
-
-def op_name(op: Any) -> str:
-    """The name of a reduce operation; written for torch.compile to read."""
-    if isinstance(op, str):
-        return op
-    # By identity: of a look-up in a dict torch.compile keeps the first answer for all later ops.
-    for known, name in _OPS:
-        if op is known:
-            return name
-    raise ValueError("under torch.compile, 'op' must be a name or a constant such as ReduceOp.SUM")
-
-
-def group_name(group: GroupLike) -> str:
-    """The name by which an operator finds a group; written for torch.compile to read."""
-    if group is None:
-        return ""
-    if isinstance(group, str):
-        return group
-    if isinstance(group, Group):
-        raise TypeError("under torch.compile, 'group' must be a ProcessGroup or its name, got a unisono.Group")
-    return group.group_name
 
 
 @torch.library.custom_op("unisono::all_gather_into_tensor_uneven_", mutates_args=("output",))
