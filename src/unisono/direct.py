@@ -97,6 +97,7 @@ class Direct:
     def reduce_scatter(
         self, part: Tensor, whole: Tensor, counts: Sequence[int], op: int, factor: float, async_op: bool
     ) -> dist.Work | None:
+        _core.combine(part[:0], [part[:0]], op, [factor])  # says whether the op means something for the dtype
         chunks = torch.split(whole, list(counts))
         post = self._post(Request("reduce_scatter", part.dtype, op, counts, factor), chunks)
         sure = []  # what agreeing peers receive even if others disagree

@@ -53,7 +53,7 @@ def check_whole_and_part(
             + _expected_got(f"{counts[rank]} elements on rank {rank}", f"{part_elements} of shape {list(part.shape)}")
         )
     if ours is None:  # the core looks for itself
-        _check_overlap(whole, part, sum(counts[:rank]))
+        _check_overlap(whole, part, sum(counts[:rank]), gather)
     return counts
 
 
@@ -109,7 +109,7 @@ def rows_of(matrix: Any, size: int) -> list[tuple[int, ...]]:
     """A matrix of counts as one row per rank, from nested or flat lists, a tensor or an array."""
     to_list = getattr(matrix, "tolist", None)
     listed = list(matrix) if to_list is None else to_list()
-    nested = bool(listed) and not hasattr(listed[0], "__index__")
+    nested = bool(listed) and not _is_number(listed[0])
     if nested:
         rows = [splits_of(row) for row in listed]
     else:
@@ -123,6 +123,14 @@ def rows_of(matrix: Any, size: int) -> list[tuple[int, ...]]:
     if any(n < 0 for row in rows for n in row):
         raise ValueError(f"send counts must not be negative\n{_expected_got('0 or more elements each', rows)}")
     return rows
+
+
+def _is_number(entry: Any) -> bool:
+    try:
+        index(entry)
+    except TypeError:
+        return False
+    return True
 
 
 def check_exchange(
@@ -171,15 +179,15 @@ def _check_memory(group: ProcessGroup | Group, whole: Tensor, part: Tensor, gath
             )
 
 
-def _check_overlap(whole: Tensor, part: Tensor, at: int) -> None:
+def _check_overlap(whole: Tensor, part: Tensor, at: int, gather: bool) -> None:
     """Apart, or the part is exactly this rank's rows of the whole."""
     start, bytes = part.data_ptr(), part.nbytes
     if start == whole.data_ptr() + at * whole.element_size():
         return
     if _overlap(whole.data_ptr(), whole.nbytes, start, bytes):
         raise ValueError(
-            "'input' overlaps 'output' and is not exactly this rank's part\n"
-            + _expected_got("tensors apart, or this rank's own rows", "some shared bytes")
+            f"'{'input' if gather else 'output'}' overlaps '{'output' if gather else 'input'}' and is not exactly "
+            "this rank's part\n" + _expected_got("tensors apart, or this rank's own rows", "some shared bytes")
         )
 
 
