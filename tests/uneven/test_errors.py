@@ -117,7 +117,7 @@ def disagree(group, kind, path):
             lambda: (
                 exchange(of, tensor(size), tensor(size), [[1] * size] * size)
                 if rank
-                else exchange(of, tensor(size), tensor(size), [[1] * size] * (size - 1) + [[1] * (size - 1) + [2]])
+                else exchange(of, tensor(size + 1), tensor(size), [[1] * size] * (size - 1) + [[2] + [1] * (size - 1)])
             ),
         ):
             try:
