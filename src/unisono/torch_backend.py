@@ -351,7 +351,10 @@ class ProcessGroupUnisono(dist.ProcessGroup):
             if end is not None:
                 end()
             return Work((), outputs)
-        return Work([verb(*arguments, async_op=True, timeout_s=timeout_s) for arguments in calls], outputs, end)
+        work = Work([verb(*arguments, async_op=True, timeout_s=timeout_s) for arguments in calls], outputs, end)
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
 
     def _mail(self, name: str, verb: Callable[..., Any], tensor: Tensor, peer: int | None, tag: int) -> Work:
         end = _record(name, [tensor]) if _profiling() else None

@@ -1,0 +1,3 @@
+"""Mutants."""
+def install(name: str) -> None:
+    pass
