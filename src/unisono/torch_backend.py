@@ -322,6 +322,10 @@ class ProcessGroupUnisono(dist.ProcessGroup):
 
     # -- how a call is made
 
+    def work_of(self, handle: Handle, output: Tensor) -> Work:
+        """The torch face of a call that was made on ``unisono_group`` directly."""
+        return Work((handle,), [output])
+
     def _run(
         self,
         name: str,
