@@ -1,3 +1,5 @@
 """Mutants."""
+
+
 def install(name: str) -> None:
     pass

@@ -200,11 +200,12 @@ def start(call: DistCall) -> Started | None:
     started = Started(call)
     built = []
     for index, counts in enumerate(parts):
-        part = Started(replace(call, counts=counts, seed=call.seed + 1000 * index), started.watched, None, started.wrote)
+        piece = replace(call, counts=counts, seed=call.seed + 1000 * index)
+        part = Started(piece, started.watched, None, started.wrote)
         # Inputs belong to ranks of the default group, so an order of ranks that is mixed up shows.
         inputs = [
-            reference.make_input(call.dtype, count, members.ranks[r], part.call.seed, call.special)
-            for r, count in enumerate(input_counts(part.call, size))
+            reference.make_input(call.dtype, count, members.ranks[r], piece.seed, call.special)
+            for r, count in enumerate(input_counts(piece, size))
         ]
         want = reference.expected(rank, call.verb, inputs, counts, call.op, call.root, factors)
         build = one_tensor if isinstance(counts, int) else output_and_input

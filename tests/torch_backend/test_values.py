@@ -10,6 +10,7 @@ from tests.torch_backend import functions, world
 from tests.torch_backend.functions import FUNCTIONS, DistCall, check
 
 SIZES = (0, 1, 2, 7, 64, 1021, 16_385, 70_001)
+SUM = ("float32", "sum")
 ONE_COUNT = ("all_reduce", "reduce", "broadcast")
 
 
@@ -87,8 +88,7 @@ def test_several_mebibytes(ranks, size, function):
     check(
         ranks,
         [
-            make_call(function, size, seed, ("float32", "sum"), "world", elements, seed, seed, kinds=kinds,
-                      async_op=bool(seed % 2))  # fmt: skip
+            make_call(function, size, seed, SUM, "world", elements, seed, seed, kinds=kinds, async_op=seed == 1)
             for seed, kinds in enumerate([("hh",) * size, ("oo",) * size])
         ],
     )
@@ -155,8 +155,7 @@ def _many_in_flight(seed):
     size = dist.get_world_size()
     names = list(world.layouts(size))
     calls = [
-        make_call(function, size, 97 * seed + i, ("float32", "sum"), names[(i + seed) % len(names)], 40 + 9 * i, i, i,
-                  async_op=True)  # fmt: skip
+        make_call(function, size, 97 * seed + i, SUM, names[(i + seed) % len(names)], 40 + 9 * i, i, i, async_op=True)
         for i, function in enumerate([f for f in FUNCTIONS if "managed" not in f] * 2)
     ]
     under_way = [(call, functions.start(call)) for call in calls]
