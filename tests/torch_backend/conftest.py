@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Pool
+from tests.mutation import mutants
 from tests.torch_backend import world
 
 
@@ -20,7 +21,7 @@ class Ranks:
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """What `fn(*args)` returned on each rank."""
-        return self._pool.run(world.call, fn, args)
+        return self._pool.run(world.call, mutants.chosen(), fn, args)
 
     def check(self, fn: Callable[..., list[str]], *args: Any) -> None:
         """Fail with the complaints that `fn(*args)` returned on the ranks."""

@@ -10,7 +10,6 @@ from torch.distributed import HashStore, PrefixStore
 
 import unisono
 from tests.torch_backend import world
-from unisono.testing import run_ranks
 
 SHORT = timedelta(milliseconds=300)
 LONG_S = 30.0
@@ -98,7 +97,7 @@ def _many_groups(group):
 
 
 def test_groups_come_and_go():
-    run_ranks(4, _many_groups)
+    world.run_fresh(4, _many_groups)
 
 
 def _split():
@@ -149,7 +148,7 @@ def _again(group, turns):
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_destroy_and_init_again(n):
-    assert run_ranks(n, _again, 4) == [[n * (n + 1) // 2] * 4] * n
+    assert world.run_fresh(n, _again, 4) == [[n * (n + 1) // 2] * 4] * n
 
 
 def _alone(group):
@@ -160,7 +159,7 @@ def _alone(group):
 
 
 def test_a_hash_store():
-    run_ranks(1, _alone)
+    world.run_fresh(1, _alone)
 
 
 def _never_destroyed(group):
@@ -171,7 +170,7 @@ def _never_destroyed(group):
 
 
 def test_a_program_that_never_destroys_its_group():
-    assert run_ranks(2, _never_destroyed) == [3, 3]
+    assert world.run_fresh(2, _never_destroyed) == [3, 3]
 
 
 def _aborted(group, how):
@@ -198,7 +197,7 @@ def _aborted(group, how):
 
 @pytest.mark.parametrize("how", ["function", "method"])
 def test_abort(how):
-    run_ranks(3, _aborted, how)
+    world.run_fresh(3, _aborted, how)
 
 
 def _barriers():
@@ -336,4 +335,4 @@ def _in_time(group, which):
 
 @pytest.mark.parametrize("which", range(len(LIMITS)), ids=[f.__name__ for f in LIMITS])
 def test_time_limits(which):
-    assert run_ranks(2, _in_time, which) == [[], []]
+    assert world.run_fresh(2, _in_time, which) == [[], []]

@@ -1,5 +1,7 @@
 """Every collective of torch.distributed × dtype × op × size × group, against a reference from one process, by bits."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -171,3 +173,23 @@ def _many_in_flight(seed):
 def test_many_in_flight_in_several_groups(ranks, size):
     for seed in range(4):
         ranks.check(_many_in_flight, seed)
+
+
+def _managed_batch():
+    """A batch with a device, as FSDP makes it, is over only when all of its calls are."""
+    late = dist.get_rank() == dist.get_world_size() - 1
+    for ask in (dist.all_reduce, lambda t, async_op: dist.broadcast(t, dist.get_world_size() - 1, async_op=async_op)):
+        tensors = [torch.full((n,), float(late)) for n in (1, 500, 20_000)]
+        dist.barrier()
+        if late:
+            time.sleep(0.2)
+        with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+            for t in tensors:
+                ask(t, async_op=True)
+        manager.wait()
+        assert all(bool((t == 1).all()) for t in tensors)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_managed_batch_waits(ranks, size):
+    ranks.run(_managed_batch)

@@ -11,7 +11,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import unisono
 from tests.torch_backend import world
-from unisono.testing import run_ranks
 
 LATE_S = 0.3
 
@@ -294,8 +293,13 @@ def _profiled():
     assert len(shapes["all_reduce"]) == 2 and shapes["all_reduce"][1] == [[7]], shapes
 
 
+def _in_world(group, fn):
+    world.enter(group)
+    fn()
+
+
 def test_profiler():
-    run_ranks(2, world.call, _profiled, ())  # in ranks of its own, since the profiler's thread stays
+    world.run_fresh(2, _in_world, _profiled)  # since the profiler's thread stays
 
 
 def _time_limits():

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup
 
 import unisono
-from tests.mutation import mutants
+from tests.mutation import mutants, wrong
+from unisono.testing import run_ranks
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,6 @@ def enter(group: unisono.Group) -> None:
     global gloo
     if dist.is_initialized():
         return
-    mutants.install(os.environ.get("UNISONO_MUTANT", ""))
     store = PrefixStore("torch", group._store)
     dist.init_process_group("unisono", store=store, rank=group.rank, world_size=group.size)
     groups.clear()
@@ -70,14 +70,25 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
-def call(group: unisono.Group, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def call(group: unisono.Group, mutant: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """On a rank: `fn(*args)`; should it fail, the others hear of it rather than wait for their deadline."""
     enter(group)
     try:
-        return fn(*args)
+        with wrong.applied(mutants.change_of(mutant)):
+            return fn(*args)
     except BaseException:
         for members in groups.values():
             if isinstance(members.group, unisono.ProcessGroupUnisono):
                 with contextlib.suppress(Exception):
                     members.group.abort()
         raise
+
+
+def run_fresh(n: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """`fn(group, *args)` on new ranks, which have no process group yet; results by rank."""
+    return run_ranks(n, _call_fresh, mutants.chosen(), fn, args)
+
+
+def _call_fresh(group: unisono.Group, mutant: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    with wrong.applied(mutants.change_of(mutant)):
+        return fn(group, *args)
