@@ -309,10 +309,10 @@ LIMITS = [
 
 def _in_time(group, which):
     store = PrefixStore("t", group._store)
-    limit = timedelta(seconds=100)
+    limit = timedelta(seconds=LONG_S / 2)
     dist.init_process_group("unisono", store=store, rank=group.rank, world_size=group.size, timeout=limit)
     dist.barrier()
-    call = LIMITS[which](dist.new_group())
+    call = LIMITS[which](dist.new_group(timeout=limit))
     complaints = []
     if _last():
         if "new_group" in LIMITS[which].__name__:
