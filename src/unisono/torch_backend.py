@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from . import groups, monitor, sparse, tensors
+from . import groups, monitor, refusals, sparse, tensors
 from .group import Group
 from .handle import Handle
-from .work import FINISHED, Work
+from .strided import Copies
+from .work import FINISHED, Work, flat
 
 Tensor = torch.Tensor
 _CPU = torch.device("cpu")
@@ -180,8 +181,11 @@ class ProcessGroupUnisono(dist.ProcessGroup):
         tensor = _one(tensors)
         op, options = _reduction(opts)
         if tensor.layout is not torch.strided:
-            result = sparse.all_reduce(self.unisono_group, tensor, op)
-            return Work((), [result])
+            try:
+                return Work((), [sparse.all_reduce(self.unisono_group, tensor, op)])
+            except ValueError as error:
+                odd = () if tensor.layout is torch.sparse_coo else (tensor,)
+                raise refusals.refusal("all_reduce", odd, error) from None
         return self._run("all_reduce", self.unisono_group.all_reduce, (tensor, op), [tensor], options, timeout)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
@@ -338,12 +342,16 @@ class ProcessGroupUnisono(dist.ProcessGroup):
         """Calls a verb of the group: now if torch's options say asyncOp=False, else in the background."""
         now, timeout_s = self._manner(opts, timeout)
         end = _record(name, arguments) if _profiling() else None
-        if now and self._batch is None:
-            verb(*arguments, timeout_s=timeout_s)
-            if end is not None:
-                end()
-            return FINISHED
-        work = Work((verb(*arguments, async_op=True, timeout_s=timeout_s),), outputs, end)
+        try:
+            if now and self._batch is None:
+                verb(*arguments, timeout_s=timeout_s)
+                if end is not None:
+                    end()
+                return FINISHED
+            work = Work((verb(*arguments, async_op=True, timeout_s=timeout_s),), outputs, end)
+        except (TypeError, ValueError) as error:
+            handle, copies = _again(name, verb, arguments, outputs, timeout_s, error, end)
+            work = Work((handle,), outputs, end, (copies,))
         if self._batch is not None:
             self._batch.append(work)
         return work
@@ -351,19 +359,37 @@ class ProcessGroupUnisono(dist.ProcessGroup):
     def _run_all(
         self, name: str, verb: Callable[..., Any], calls: Sequence[tuple[Any, ...]], outputs: Any, opts: Any
     ) -> Work:
+        if not calls:
+            raise refusals.not_one_tensor(0)
         now, timeout_s = self._manner(opts, None)
         end = _record(name, [arguments[0] for arguments in calls]) if _profiling() else None
-        if now or not calls:
-            for arguments in calls:
-                verb(*arguments, timeout_s=timeout_s)
-            if end is not None:
-                end()
-            return Work((), outputs)
-        return Work([verb(*arguments, async_op=True, timeout_s=timeout_s) for arguments in calls], outputs, end)
+        handles: list[Handle] = []
+        copies: list[Copies] = []
+        for arguments in calls:
+            try:
+                handle = verb(*arguments, async_op=not now, timeout_s=timeout_s)
+            except (TypeError, ValueError) as error:
+                handle, copied = _again(name, verb, arguments, outputs, timeout_s, error, end)
+                copies.append(copied)
+            if handle is not None:
+                handles.append(handle)
+        if end is not None and not handles:
+            end()
+        work = Work(handles, outputs, end if handles else None, copies)
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
 
     def _mail(self, name: str, verb: Callable[..., Any], tensor: Tensor, peer: int | None, tag: int) -> Work:
         end = _record(name, [tensor]) if _profiling() else None
-        handle: Handle = verb(tensor, peer, tag, async_op=True, timeout_s=self._timeout_s)
+        try:
+            if tag < 0:
+                raise ValueError("Tag must be nonnegative")  # others are ours, see monitored_barrier
+            handle: Handle = verb(tensor, peer, tag, async_op=True, timeout_s=self._timeout_s)
+        except (TypeError, ValueError) as error:
+            if end is not None:
+                end()
+            raise refusals.refusal(name, (tensor,), error) from None
         work = Work((handle,), [tensor], end)
         if self._batch is not None:
             self._batch.append(work)
@@ -384,7 +410,11 @@ class ProcessGroupUnisono(dist.ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> Work:
         works, self._batch = self._batch or [], None
-        return Work([handle for work in works for handle in work._handles], [work._outputs for work in works])
+        return Work(
+            [handle for work in works for handle in work._handles],
+            [work._outputs for work in works],
+            copies=[copies for work in works for copies in work._copies],
+        )
 
 
 def create(opts: Any, backend_options: Any = None) -> ProcessGroupUnisono:
@@ -418,11 +448,32 @@ def _refuse_other_devices() -> None:
         )
 
 
+def _again(
+    name: str,
+    verb: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    outputs: Any,
+    timeout_s: float,
+    error: Exception,
+    end: Callable[[], None] | None,
+) -> tuple[Handle, Copies]:
+    """Makes a call that was refused with contiguous copies, if there is something to copy; else torch's error."""
+    copies = Copies(arguments, flat(outputs))
+    if copies:
+        try:
+            return verb(*copies.arguments, async_op=True, timeout_s=timeout_s), copies
+        except (TypeError, ValueError) as second:
+            error = second
+    if end is not None:
+        end()
+    raise refusals.refusal(name, arguments, error) from None
+
+
 def _one(tensors: Any) -> Tensor:
     if isinstance(tensors, Tensor):
         return tensors
     if len(tensors) != 1:
-        raise ValueError(f"Expected a list of one tensor, got {len(tensors)}")
+        raise refusals.not_one_tensor(len(tensors))
     tensor: Tensor = tensors[0]
     return tensor
 

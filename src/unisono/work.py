@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .handle import Handle
+from .strided import Copies
 
 _NO_LIMIT = timedelta(0)  # torch's word for: wait as long as it takes
 
@@ -17,10 +18,17 @@ _NO_LIMIT = timedelta(0)  # torch's word for: wait as long as it takes
 class Work(dist.Work):
     """One call, or several that were asked for together, in the order in which they run."""
 
-    def __init__(self, handles: Sequence[Handle], outputs: Any, before_end: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        handles: Sequence[Handle],
+        outputs: Any,
+        before_end: Callable[[], None] | None = None,
+        copies: Sequence[Copies] = (),
+    ) -> None:
         super().__init__()
         self._handles = handles
         self._outputs = outputs
+        self._copies = copies  # outputs that are written when the call is over
         self._future: torch.futures.Future[Any] | None = None
         if before_end is not None:
             handles[-1].when_done(before_end)
@@ -30,6 +38,8 @@ class Work(dist.Work):
         limit_s = timeout.total_seconds() if timeout > _NO_LIMIT else None
         for handle in self._handles:
             handle.wait(limit_s)
+        for copies in self._copies:
+            copies.write_back()
         return True
 
     def synchronize(self) -> None:
@@ -38,7 +48,11 @@ class Work(dist.Work):
 
     def is_completed(self) -> bool:
         """Says whether the call is over, well or not."""
-        return all(handle.is_completed() for handle in self._handles)
+        if not all(handle.is_completed() for handle in self._handles):
+            return False
+        if self._copies and self.exception() is None:
+            self.wait()
+        return True
 
     def is_success(self) -> bool:
         """Says whether the call is over and went well."""
@@ -51,7 +65,7 @@ class Work(dist.Work):
     def result(self) -> list[torch.Tensor]:
         """Waits, then returns the tensors the call has written."""
         self.wait()
-        return _flat(self._outputs)
+        return flat(self._outputs)
 
     def source_rank(self) -> int:
         """For a receive that is over: the group rank the message came from."""
@@ -78,13 +92,15 @@ class Work(dist.Work):
         error = self.exception()
         if error is not None:
             raise error
+        self.wait()
         return self._outputs
 
 
-def _flat(outputs: Any) -> list[torch.Tensor]:
+def flat(outputs: Any) -> list[torch.Tensor]:
+    """The tensors of lists of lists."""
     if isinstance(outputs, torch.Tensor):
         return [outputs]
-    return [tensor for part in outputs for tensor in _flat(part)]
+    return [tensor for part in outputs for tensor in flat(part)]
 
 
 #: What a synchronous call returns: it is over.
