@@ -3,8 +3,6 @@
 With four ranks gloo adds up in another order than rank order, so results that were added up differ in the last bits.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
