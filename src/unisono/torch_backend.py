@@ -9,6 +9,7 @@ hands the tensors on: no copies, one call of the Group, except where torch asks 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -49,6 +50,8 @@ class ProcessGroupUnisono(dist.ProcessGroup):
         self._timeout_s = 0.0  # 0: the group's own
         self._names = [group.name, "undefined"]
         self._batch: list[Work] | None = None
+        # DDP.join hands a Work to C++ that does not keep its Python half alive, without which it never ends.
+        self._small: deque[Work] = deque(maxlen=64)
         self._comm_name = f"unisono%{group.name}%{group._comm.id:016x}"
         self._splits = 0
         self._monitored = 0
@@ -182,7 +185,10 @@ class ProcessGroupUnisono(dist.ProcessGroup):
         if tensor.layout is not torch.strided:
             result = sparse.all_reduce(self.unisono_group, tensor, op)
             return Work((), [result])
-        return self._run("all_reduce", self.unisono_group.all_reduce, (tensor, op), [tensor], options, timeout)
+        work = self._run("all_reduce", self.unisono_group.all_reduce, (tensor, op), [tensor], options, timeout)
+        if tensor.numel() <= 8:
+            self._small.append(work)
+        return work
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         op, options = _reduction(opts)
