@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from . import groups, monitor, sparse, tensors
+from . import groups, monitor, sparse, tensors, torch_fallbacks  # noqa: F401  (registers its kernels)
 from .group import Group
 from .handle import Handle
 from .work import FINISHED, Work
