@@ -17,10 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from . import groups, monitor, sparse, tensors, torch_fallbacks  # noqa: F401  (registers its kernels)
 from .group import Group
 from .handle import Handle
+from .uncompiled import keep_uncompiled
 from .work import FINISHED, Work
 
 Tensor = torch.Tensor
@@ -345,11 +347,11 @@ class ProcessGroupUnisono(dist.ProcessGroup):
         now, timeout_s = self._manner(opts, timeout)
         end = _record(name, arguments) if _profiling() else None
         if now and self._batch is None:
-            verb(*arguments, timeout_s=timeout_s)
+            _call(verb, arguments, False, timeout_s)
             if end is not None:
                 end()
             return FINISHED
-        work = Work((verb(*arguments, async_op=True, timeout_s=timeout_s),), outputs, end)
+        work = Work((_call(verb, arguments, True, timeout_s),), outputs, end)
         if self._batch is not None:
             self._batch.append(work)
         return work
@@ -361,15 +363,15 @@ class ProcessGroupUnisono(dist.ProcessGroup):
         end = _record(name, [arguments[0] for arguments in calls]) if _profiling() else None
         if now or not calls:
             for arguments in calls:
-                verb(*arguments, timeout_s=timeout_s)
+                _call(verb, arguments, False, timeout_s)
             if end is not None:
                 end()
             return Work((), outputs)
-        return Work([verb(*arguments, async_op=True, timeout_s=timeout_s) for arguments in calls], outputs, end)
+        return Work([_call(verb, arguments, True, timeout_s) for arguments in calls], outputs, end)
 
     def _mail(self, name: str, verb: Callable[..., Any], tensor: Tensor, peer: int | None, tag: int) -> Work:
         end = _record(name, [tensor]) if _profiling() else None
-        handle: Handle = verb(tensor, peer, tag, async_op=True, timeout_s=self._timeout_s)
+        handle: Handle = _call(verb, (tensor, peer, tag), True, self._timeout_s)
         work = Work((handle,), [tensor], end)
         if self._batch is not None:
             self._batch.append(work)
@@ -424,6 +426,26 @@ def _refuse_other_devices() -> None:
         )
 
 
+def _call(verb: Callable[..., Any], arguments: tuple[Any, ...], async_op: bool, timeout_s: float) -> Any:
+    try:
+        return verb(*arguments, async_op=async_op, timeout_s=timeout_s)
+    except ValueError:
+        # The result of a functional collective that nobody has used yet has no memory of its own.
+        settled = tuple(_settled(argument) for argument in arguments)
+        if all(a is b for a, b in zip(settled, arguments, strict=True)):
+            raise
+        return verb(*settled, async_op=async_op, timeout_s=timeout_s)
+
+
+def _settled(argument: Any) -> Any:
+    """Waits for the results of functional collectives in an argument and puts the tensors in their place."""
+    if isinstance(argument, AsyncCollectiveTensor):
+        return argument.trigger_wait()
+    if isinstance(argument, (list, tuple)) and any(isinstance(part, AsyncCollectiveTensor) for part in argument):
+        return [_settled(part) for part in argument]
+    return argument
+
+
 def _one(tensors: Any) -> Tensor:
     if isinstance(tensors, Tensor):
         return tensors
@@ -469,4 +491,5 @@ def _record(name: str, arguments: Sequence[Any]) -> Callable[[], None]:
     return lambda: torch.autograd._record_function_with_args_exit(record)  # type: ignore[attr-defined]
 
 
+keep_uncompiled(ProcessGroupUnisono, Work)
 dist.Backend.register_backend("unisono", create, extended_api=True, devices=["cpu"])

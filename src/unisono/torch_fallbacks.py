@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
+from .uncompiled import keep_uncompiled
 from .work import Work as UnisonoWork
 
 _library = torch.library.Library("_c10d_functional", "IMPL")
@@ -73,4 +74,5 @@ for _name, _kernel in {
     "batch_p2p_ops": _batch_p2p_ops,
 }.items():
     if hasattr(torch.ops._c10d_functional, _name):
+        keep_uncompiled(_kernel)
         _library.impl(_name, _kernel, "CPU")

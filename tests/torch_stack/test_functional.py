@@ -157,6 +157,27 @@ def test_into_out(stack):
     stack.compare(into_out)
 
 
+def unused_results() -> list:
+    """A functional collective's result handed on to torch.distributed before anybody has waited for it."""
+    group = dist.group.WORLD
+    x = fc.all_reduce(mine(4, 3), "sum", group)
+    assert isinstance(x, fc.AsyncCollectiveTensor)
+    dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    gathered = torch.empty(16, 3)
+    dist.all_gather_into_tensor(gathered, fc.all_reduce(mine(4, 3), "sum", group))
+    listed = [torch.empty(4, 3) for _ in range(4)]
+    dist.all_gather(listed, fc.all_reduce(mine(4, 3), "min", group))
+    got, rank = torch.empty(4, 3), dist.get_rank()
+    sending = dist.isend(fc.all_reduce(mine(4, 3), "min", group), (rank + 1) % 4)
+    dist.recv(got, (rank - 1) % 4)
+    sending.wait()
+    return [x + 0, gathered, listed, got]
+
+
+def test_results_nobody_waited_for(stack):
+    stack.compare(unused_results)
+
+
 def failing() -> list[str]:
     """Errors come out of wait_tensor."""
     texts = []
