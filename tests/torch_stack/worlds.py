@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import debug as dtensor_debug
 
 import unisono
 from unisono import groups
@@ -35,6 +36,9 @@ def world(group: unisono.Group, backend: str) -> Iterator[dist.ProcessGroup]:
         yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
+        # DTensor remembers meshes whose groups are gone now.
+        dtensor_debug._clear_python_sharding_prop_cache()
+        dtensor_debug._clear_fast_path_sharding_prop_cache()
 
 
 def on_unisono(group: unisono.Group, program: Callable[..., Any], *args: Any) -> Any:
