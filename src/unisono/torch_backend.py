@@ -9,6 +9,7 @@ hands the tensors on: no copies, one call of the Group, except where torch asks 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,11 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from . import groups, monitor, refusals, sparse, tensors
+from . import groups, monitor, refusals, sparse, tensors, torch_fallbacks  # noqa: F401  (registers its kernels)
 from .group import Group
 from .handle import Handle
 from .strided import Copies
+from .uncompiled import keep_uncompiled
 from .work import FINISHED, Work, flat
 
 Tensor = torch.Tensor
@@ -50,6 +53,8 @@ class ProcessGroupUnisono(dist.ProcessGroup):
         self._timeout_s = 0.0  # 0: the group's own
         self._names = [group.name, "undefined"]
         self._batch: list[Work] | None = None
+        # DDP.join hands a Work to C++ that does not keep its Python half alive, without which it never ends.
+        self._small: deque[Work] = deque(maxlen=64)
         self._comm_name = f"unisono%{group.name}%{group._comm.id:016x}"
         self._splits = 0
         self._monitored = 0
@@ -186,7 +191,10 @@ class ProcessGroupUnisono(dist.ProcessGroup):
             except ValueError as error:
                 odd = () if tensor.layout is torch.sparse_coo else (tensor,)
                 raise refusals.refusal("all_reduce", odd, error) from None
-        return self._run("all_reduce", self.unisono_group.all_reduce, (tensor, op), [tensor], options, timeout)
+        work = self._run("all_reduce", self.unisono_group.all_reduce, (tensor, op), [tensor], options, timeout)
+        if tensor.numel() <= 8:
+            self._small.append(work)
+        return work
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         op, options = _reduction(opts)
@@ -344,11 +352,11 @@ class ProcessGroupUnisono(dist.ProcessGroup):
         end = _record(name, arguments) if _profiling() else None
         try:
             if now and self._batch is None:
-                verb(*arguments, timeout_s=timeout_s)
+                _call(verb, arguments, False, timeout_s)
                 if end is not None:
                     end()
                 return FINISHED
-            work = Work((verb(*arguments, async_op=True, timeout_s=timeout_s),), outputs, end)
+            work = Work((_call(verb, arguments, True, timeout_s),), outputs, end)
         except (TypeError, ValueError) as error:
             handle, copies = _again(name, verb, arguments, outputs, timeout_s, error, end)
             work = Work((handle,), outputs, end, (copies,))
@@ -367,7 +375,7 @@ class ProcessGroupUnisono(dist.ProcessGroup):
         copies: list[Copies] = []
         for arguments in calls:
             try:
-                handle = verb(*arguments, async_op=not now, timeout_s=timeout_s)
+                handle = _call(verb, arguments, not now, timeout_s)
             except (TypeError, ValueError) as error:
                 handle, copied = _again(name, verb, arguments, outputs, timeout_s, error, end)
                 copies.append(copied)
@@ -385,7 +393,7 @@ class ProcessGroupUnisono(dist.ProcessGroup):
         try:
             if tag < 0:
                 raise ValueError("Tag must be nonnegative")  # others are ours, see monitored_barrier
-            handle: Handle = verb(tensor, peer, tag, async_op=True, timeout_s=self._timeout_s)
+            handle: Handle = _call(verb, (tensor, peer, tag), True, self._timeout_s)
         except (TypeError, ValueError) as error:
             if end is not None:
                 end()
@@ -469,6 +477,26 @@ def _again(
     raise refusals.refusal(name, arguments, error) from None
 
 
+def _call(verb: Callable[..., Any], arguments: tuple[Any, ...], async_op: bool, timeout_s: float) -> Any:
+    try:
+        return verb(*arguments, async_op=async_op, timeout_s=timeout_s)
+    except ValueError:
+        # The result of a functional collective that nobody has used yet has no memory of its own.
+        settled = tuple(_settled(argument) for argument in arguments)
+        if all(a is b for a, b in zip(settled, arguments, strict=True)):
+            raise
+        return verb(*settled, async_op=async_op, timeout_s=timeout_s)
+
+
+def _settled(argument: Any) -> Any:
+    """Waits for the results of functional collectives in an argument and puts the tensors in their place."""
+    if isinstance(argument, AsyncCollectiveTensor):
+        return argument.trigger_wait()
+    if isinstance(argument, (list, tuple)) and any(isinstance(part, AsyncCollectiveTensor) for part in argument):
+        return [_settled(part) for part in argument]
+    return argument
+
+
 def _one(tensors: Any) -> Tensor:
     if isinstance(tensors, Tensor):
         return tensors
@@ -514,4 +542,5 @@ def _record(name: str, arguments: Sequence[Any]) -> Callable[[], None]:
     return lambda: torch.autograd._record_function_with_args_exit(record)  # type: ignore[attr-defined]
 
 
+keep_uncompiled(ProcessGroupUnisono, Work)
 dist.Backend.register_backend("unisono", create, extended_api=True, devices=["cpu"])
