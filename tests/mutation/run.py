@@ -68,6 +68,8 @@ def first_failure(mutant: str, chosen: Sequence[Test]) -> str:
             try:
                 test(**arguments)
             except (AssertionError, RanksFailed) as error:
+                if _own_fault(str(error)):
+                    raise RuntimeError(f"mutant {mutant!r} itself is broken:\n{error}") from None
                 return f"{name}: {_essence(str(error))}"
         return ""
     finally:
@@ -85,6 +87,15 @@ def close_pools() -> None:
 def _label(test: Test) -> str:
     module, name, parameters = test
     return f"{module}.{name}({', '.join(f'{k}={v}' for k, v in parameters.items())})"
+
+
+def _own_fault(text: str) -> bool:
+    """Says whether a rank failed in the code of the mutants, not in the backend or in a test."""
+    for traceback in text.split("Traceback (most recent call last):")[1:]:
+        files = re.findall(r'File "[^"]*/((?:tests|unisono)/[^"]*)"', traceback)
+        if files and files[-1].startswith("tests/mutation/"):
+            return True
+    return False
 
 
 def _essence(text: str) -> str:
