@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from . import groups
 from .groups import GroupLike
-from .torch_backend import ProcessGroupUnisono
+from .torch_backend import Face
 
 
 def split_group(
@@ -59,8 +59,9 @@ def monitored_barrier(group: GroupLike = None, timeout: timedelta | None = None,
     _unisono_group(group, "monitored_barrier").monitored_barrier(timeout, wait_all_ranks)
 
 
-def _unisono_group(group: GroupLike, function: str) -> ProcessGroupUnisono:
+def _unisono_group(group: GroupLike, function: str) -> Face:
     found = groups.resolve(group)
-    if not isinstance(found, ProcessGroupUnisono):
+    face = groups.face(found)
+    if face is None:
         raise TypeError(f"{function} takes a process group of backend unisono, got {found!r}")
-    return found
+    return face  # type: ignore[no-any-return]
