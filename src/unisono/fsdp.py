@@ -29,7 +29,9 @@ def use_shared_memory(model: Model, enable: bool = True) -> Model:
     """
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not parts:
-        raise ValueError("use_shared_memory takes a model that fully_shard was called on, got one without any FSDPModule")
+        raise ValueError(
+            "use_shared_memory takes a model that fully_shard was called on, got one without any FSDPModule"
+        )
     backends = set()
     for part in parts:
         for param_group in part._get_fsdp_state()._fsdp_param_groups:

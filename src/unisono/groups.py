@@ -138,7 +138,7 @@ def _cpu_backend(group: ProcessGroup) -> Backend | None:
 
 def find(group: GroupLike) -> tuple[ProcessGroup | Group | None, Group | None]:
     """:func:`resolve` and :func:`native` in one step, quick for the usual cases."""
-    ours = native(group)  # type: ignore[arg-type]
+    ours = native(group)
     if ours is not None:
         return group, ours  # type: ignore[return-value]
     found = resolve(group)

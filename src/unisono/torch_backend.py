@@ -427,7 +427,7 @@ if groups.PYTHON_BACKENDS:
 
 
 class ProcessGroupUnisono(Face, dist.ProcessGroup):
-    """A torch process group on a unisono :class:`Group`, which is its attribute ``unisono_group``; see :class:`Face`."""
+    """A torch process group on a unisono :class:`Group`, its attribute ``unisono_group``; see :class:`Face`."""
 
     def __init__(self, group: Group, store: Store | None = None) -> None:
         dist.ProcessGroup.__init__(self, group.rank, group.size)  # type: ignore[call-arg]
@@ -486,7 +486,7 @@ def _call(verb: Callable[..., Any], arguments: tuple[Any, ...], async_op: bool, 
 def _settled(argument: Any) -> Any:
     """Waits for the results of functional collectives in an argument and puts the tensors in their place."""
     if isinstance(argument, AsyncCollectiveTensor):
-        return argument.trigger_wait()
+        return argument.trigger_wait()  # type: ignore[no-untyped-call]
     if isinstance(argument, (list, tuple)) and any(isinstance(part, AsyncCollectiveTensor) for part in argument):
         return [_settled(part) for part in argument]
     return argument

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
@@ -32,6 +33,7 @@ def split_group(
         unisono.split_group(None, [[0, 2], [1, 3]])   ->  two groups of two
     """
     parent = _unisono_group(parent_pg, "split_group")
+    parent_group = cast(ProcessGroup, groups.resolve(parent_pg))
     if not split_ranks:
         raise ValueError("split_ranks cannot be None or empty")
     listed = [rank for ranks in split_ranks for rank in ranks]
@@ -49,7 +51,7 @@ def split_group(
         store=child.get_group_store(),  # type: ignore[arg-type]
         group_name=child.group_name,  # type: ignore[arg-type]
         backend_config="cpu:unisono",
-        rank_mapping={dist.get_global_rank(parent, rank): i for i, rank in enumerate(mine)},
+        rank_mapping={dist.get_global_rank(parent_group, rank): i for i, rank in enumerate(mine)},
     )
     return child
 

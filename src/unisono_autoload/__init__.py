@@ -1,7 +1,7 @@
 """What torch calls when it is imported (entry point group ``torch.backends``): makes the name "unisono" known.
 
-A package of its own, because it runs in every process that imports torch: it imports nothing of unisono before the first
-group is made, and never raises, whatever is wrong with unisono.
+A package of its own, because it runs in every process that imports torch: it imports nothing of unisono before the
+first group is made, and never raises, whatever is wrong with unisono.
 """
 
 from __future__ import annotations

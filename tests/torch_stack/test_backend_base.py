@@ -29,7 +29,7 @@ def test_the_switch_looks_at_what_torch_can():
     assert groups.can_be_inherited(Inheritable)
     assert not groups.can_be_inherited(WithoutConstructor)
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    assert groups.PYTHON_BACKENDS == (version >= (2, 14))
+    assert (version >= (2, 14)) == groups.PYTHON_BACKENDS
 
 
 # What PyBackend of torch 2.14 looks up by name, and with which positional arguments.

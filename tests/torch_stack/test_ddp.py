@@ -242,4 +242,3 @@ def no_sync() -> dict:
 
 def test_accumulation_without_sync(stack):
     stack.compare(no_sync, tolerance=ROUNDING)
-

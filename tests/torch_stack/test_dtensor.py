@@ -38,9 +38,7 @@ def as_dtensor(tensor: torch.Tensor, mesh, placements) -> DTensor:
     local = distribute_tensor(tensor, mesh, shards).to_local()
     if any(p.is_partial() for p in placements):
         local = local * (dist.get_rank() + 1) - dist.get_rank()
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def redistributed(dims: int) -> list:
@@ -160,7 +158,9 @@ def tensor_parallel(sequence: bool) -> dict:
         out = block(x)
         loss = nn.functional.cross_entropy(out.flatten(0, 1), torch.arange(16) % 10)
         loss.backward()
-    grads = {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in block.named_parameters()}
+    grads = {
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in block.named_parameters()
+    }
     return {"loss": loss.full_tensor() if isinstance(loss, DTensor) else loss, **grads}
 
 

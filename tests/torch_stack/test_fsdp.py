@@ -25,7 +25,11 @@ def make_model(width: int = 13) -> nn.Sequential:
     """Rows 13, 6, 3 and 1 on four ranks: with padding, and with ranks that own nothing."""
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(7, width), nn.Tanh(), nn.Sequential(nn.Linear(width, 6), nn.LayerNorm(6)), nn.Linear(6, 3), nn.Linear(3, 1)
+        nn.Linear(7, width),
+        nn.Tanh(),
+        nn.Sequential(nn.Linear(width, 6), nn.LayerNorm(6)),
+        nn.Linear(6, 3),
+        nn.Linear(3, 1),
     )
 
 
@@ -160,7 +164,10 @@ def staged(how: str, mesh_dims: int) -> int:
     for _ in range(2):
         model(torch.ones(2, 300) * (dist.get_rank() + 1)).square().mean().backward()
     for p in model.parameters():
-        assert unisono.is_shared(p.grad.to_local()) == (how in ("one call", "torch's hook")) or not p.grad.to_local().numel()
+        assert (
+            unisono.is_shared(p.grad.to_local()) == (how in ("one call", "torch's hook"))
+            or not p.grad.to_local().numel()
+        )
     return sum(group.staged_bytes for group in native) - sum(before)
 
 
@@ -193,7 +200,10 @@ def test_clipping(stack):
 
 def refused() -> list[str]:
     texts = []
-    for model in (nn.Linear(2, 2), fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("x",)))):
+    for model in (
+        nn.Linear(2, 2),
+        fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("x",))),
+    ):
         try:
             unisono.fsdp.use_shared_memory(model)
         except ValueError as error:

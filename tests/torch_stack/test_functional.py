@@ -48,7 +48,9 @@ def functional(dtype: torch.dtype) -> dict:
         "permute": fc.permute_tensor(mine(6, dtype=dtype), [1, 2, 3, 0], group),
         "all_reduce_coalesced": fc.all_reduce_coalesced([x, tall], "sum", group),
         "all_gather_coalesced": fc.all_gather_single_coalesced([x, tall], group),
-        "reduce_scatter_coalesced": fc.reduce_scatter_single_coalesced([tall, mine(4, dtype=dtype)], "sum", [0, 0], group),
+        "reduce_scatter_coalesced": fc.reduce_scatter_single_coalesced(
+            [tall, mine(4, dtype=dtype)], "sum", [0, 0], group
+        ),
     }
     in_place = x.clone()
     fc.all_reduce_inplace(in_place, "sum", group)
@@ -122,7 +124,9 @@ def autograd() -> dict:
         "gather": lambda x: torch.stack(dnn.gather(x, 1)),
         "scatter": lambda x: dnn.scatter(list(x.unbind(0)[:size]), 3),
         "reduce_scatter": lambda x: dnn.reduce_scatter(torch.empty(3), list(x.unbind(0)[:size])),
-        "all_to_all": lambda x: torch.stack(dnn.all_to_all([torch.empty(3) for _ in range(size)], list(x.unbind(0)[:size]))),
+        "all_to_all": lambda x: torch.stack(
+            dnn.all_to_all([torch.empty(3) for _ in range(size)], list(x.unbind(0)[:size]))
+        ),
         "all_to_all_single": lambda x: dnn.all_to_all_single(torch.empty(8, 3), x),
     }.items():
         x = mine(8, 3).requires_grad_()

@@ -36,7 +36,9 @@ print("used")
 
 def run(folder: Path, program: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a program in a new Python that finds unisono installed, with the entry point that pyproject.toml has."""
-    entry = re.search(r'^\[project.entry-points."torch.backends"\]\n(.*?)\n\n', (ROOT / "pyproject.toml").read_text(), re.M)
+    entry = re.search(
+        r'^\[project.entry-points."torch.backends"\]\n(.*?)\n\n', (ROOT / "pyproject.toml").read_text(), re.M
+    )
     assert entry, "no entry point in pyproject.toml"
     name, target = re.fullmatch(r'(\w+) = "(.*)"', entry[1]).groups()
     info = folder / "unisono-0.1.0.dist-info"
@@ -46,7 +48,9 @@ def run(folder: Path, program: str, **environment: str) -> subprocess.CompletedP
     source = Path(unisono_autoload.__file__).parents[1]
     paths = [str(folder), str(source), str(Path(unisono.__file__).parents[1])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
-    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100, cwd=folder)
+    return subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100, cwd=folder
+    )
 
 
 def test_without_an_import(tmp_path):

@@ -126,9 +126,7 @@ def saved_and_loaded(folder: str, asynchronous: bool) -> list[str]:
     other_table = distribute_tensor(torch.zeros(7, 5), mesh, [Replicate(), Shard(1)])
     state = everything(other, other_optimizer, other_table)
     dcp.load(state, checkpoint_id=folder)
-    set_state_dict(
-        other, other_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    set_state_dict(other, other_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
     def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> list:
         tensors = [p.full_tensor() for p in model.parameters()]
@@ -137,8 +135,10 @@ def saved_and_loaded(folder: str, asynchronous: bool) -> list[str]:
         return detached(tensors)
 
     wrong = differences(whole(other, other_optimizer), whole(model, optimizer))
-    return wrong + differences(state["table"].full_tensor(), table.full_tensor()) + differences(
-        state["step"], torch.tensor(2)
+    return (
+        wrong
+        + differences(state["table"].full_tensor(), table.full_tensor())
+        + differences(state["step"], torch.tensor(2))
     )
 
 

@@ -28,9 +28,7 @@ _turns = itertools.count()  # the same on all ranks, since all run the same prog
 def world(group: unisono.Group, backend: str) -> Iterator[dist.ProcessGroup]:
     """A default process group of the pool's ranks, destroyed at the end."""
     store = dist.PrefixStore(f"world-{next(_turns)}", group._store)
-    dist.init_process_group(
-        backend, store=store, rank=group.rank, world_size=group.size, timeout=timedelta(seconds=60)
-    )
+    dist.init_process_group(backend, store=store, rank=group.rank, world_size=group.size, timeout=timedelta(seconds=60))
     try:
         torch.manual_seed(0)
         yield dist.group.WORLD
@@ -72,7 +70,8 @@ def differences(got: Any, want: Any, tolerance: float = 0.0, path: str = "result
         if not isinstance(got, (list, tuple)) or len(got) != len(want):
             return [f"{path}: {got!r} instead of {want!r}"]
         return [
-            line for i, pair in enumerate(zip(got, want, strict=True))
+            line
+            for i, pair in enumerate(zip(got, want, strict=True))
             for line in differences(*pair, tolerance, f"{path}[{i}]")
         ]
     if isinstance(want, dict):
