@@ -4,6 +4,9 @@ torch.distributed finds these methods by name; its C++ code (DDP's reducer, func
 all_gather_single_coalesced, allreduce, allreduce_coalesced, all_to_all_single, barrier, broadcast, reduce_scatter,
 reduce_scatter_single_coalesced, send and recv, and must get a Work from each. A method unpacks torch's options and
 hands the tensors on: no copies, one call of the Group, except where torch asks for several together.
+
+One body, :class:`Face`, serves both of torch's bases: ProcessGroup, which every version lets Python inherit from and
+calls directly, and since torch 2.14 Backend, which C++ code asks the group for and which alone can be one of several.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Backend, BarrierOptions, Store
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from . import groups, monitor, refusals, sparse, tensors, torch_fallbacks  # noqa: F401  (registers its kernels)
@@ -34,8 +37,8 @@ _UNSET = timedelta(milliseconds=-1)  # torch's word for: the group's timeout
 _profiling = torch._C._autograd._profiler_enabled
 
 
-class ProcessGroupUnisono(dist.ProcessGroup):
-    """A torch process group on a unisono :class:`Group`, which is its attribute ``unisono_group``.
+class Face:
+    """What torch asks of a process group, and of the backend of one, over a unisono :class:`Group`.
 
     The methods take torch's option objects, and like torch's own groups also plain arguments:
     ``pg.allreduce([t], opts)`` and ``pg.allreduce(t, ReduceOp.MAX)``. They return a Work.
@@ -46,8 +49,7 @@ class ProcessGroupUnisono(dist.ProcessGroup):
     supports_time_estimate = False
     supports_shrinking = False
 
-    def __init__(self, group: Group, store: Store | None = None) -> None:
-        super().__init__(group.rank, group.size)  # type: ignore[call-arg]
+    def _begin(self, group: Group, store: Store | None) -> None:
         self.unisono_group = group
         self._store = store
         self._timeout_s = 0.0  # 0: the group's own
@@ -60,6 +62,11 @@ class ProcessGroupUnisono(dist.ProcessGroup):
         self._monitored = 0
 
     # -- what torch asks a group about itself
+
+    @property
+    def unisono_face(self) -> Face:
+        """This object itself; the C++ half of a backend hands the look-up on to here."""
+        return self
 
     def rank(self) -> int:
         return self.unisono_group.rank
@@ -102,7 +109,7 @@ class ProcessGroupUnisono(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [_CPU]
 
-    def _get_backend(self, device: torch.device) -> ProcessGroupUnisono:
+    def _get_backend(self, device: torch.device) -> Face:
         if torch.device(device).type != "cpu":
             raise RuntimeError(
                 f"No backend type associated with device type {torch.device(device).type}: unisono groups are for cpu"
@@ -135,14 +142,14 @@ class ProcessGroupUnisono(dist.ProcessGroup):
         """
         if not 0 <= rank < self.size():
             raise ValueError(f"argument 'rank' must be from 0 to {self.size() - 1}, got {rank}")
-        groups.remember(self._comm_name, self)
+        groups.remember(self._comm_name, self)  # type: ignore[arg-type]
         return self._comm_name
 
     # FSDP2 takes its buffers from here after set_allocate_memory_from_process_group_for_comm(True).
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        return torch.device(device).type == "cpu"
+    def supports_tensor_alloc(self, device: torch.device | int) -> bool:
+        return isinstance(device, int) or torch.device(device).type == "cpu"  # C++ gives the number of a CPU
 
-    def allocate_tensor(self, size: int | Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate_tensor(self, size: int | Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor in shared memory, which collectives read and write in place."""
         return tensors.empty([size] if isinstance(size, int) else size, dtype=dtype)
 
@@ -195,6 +202,8 @@ class ProcessGroupUnisono(dist.ProcessGroup):
         if tensor.numel() <= 8:
             self._small.append(work)
         return work
+
+    allreduce_sparse = allreduce
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         op, options = _reduction(opts)
@@ -315,8 +324,10 @@ class ProcessGroupUnisono(dist.ProcessGroup):
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         return self._run("barrier", self.unisono_group.barrier, (), [], opts, timeout)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """A barrier in which rank 0 names the ranks that did not come in time."""
+        if isinstance(timeout, BarrierOptions):
+            timeout = None if timeout.timeout == _UNSET else timeout.timeout
         self._monitored += 1
         limit_s = self.unisono_group.timeout_s if timeout is None else timeout.total_seconds()
         monitor.barrier(self.unisono_group, limit_s, wait_all_ranks, tag=-self._monitored)
@@ -425,35 +436,70 @@ class ProcessGroupUnisono(dist.ProcessGroup):
         )
 
 
-def create(opts: Any, backend_options: Any = None) -> ProcessGroupUnisono:
-    """Makes the group that init_process_group and new_group ask for."""
-    _refuse_other_devices()
+if groups.PYTHON_BACKENDS:
+
+    class BackendUnisono(Face, Backend):
+        """Unisono as the CPU backend inside of a C++ process group, which may have others for other devices."""
+
+        supports_splitting = False
+
+        def __init__(self, group: Group, store: Store | None = None) -> None:
+            Backend.__init__(self, group.rank, group.size)
+            self._begin(group, store)
+
+        def start_coalescing(self) -> None:
+            self._start_coalescing(_CPU)
+
+        def end_coalescing(self) -> Work:
+            return self._end_coalescing(_CPU)
+
+    keep_uncompiled(BackendUnisono)
+
+
+class ProcessGroupUnisono(Face, dist.ProcessGroup):
+    """A torch process group on a unisono :class:`Group`, its attribute ``unisono_group``; see :class:`Face`."""
+
+    def __init__(self, group: Group, store: Store | None = None) -> None:
+        dist.ProcessGroup.__init__(self, group.rank, group.size)  # type: ignore[call-arg]
+        self._begin(group, store)
+        if groups.PYTHON_BACKENDS:
+            # C++ code that asks for the backend inside finds one, which does the same.
+            self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+            self._register_backend(_CPU, dist.ProcessGroup.BackendType.CUSTOM, BackendUnisono(group, store))
+
+
+def create(opts: Any, backend_options: Any = None) -> Face:
+    """Makes the group that init_process_group and new_group ask for, or the CPU backend of one with other devices."""
+    others = _other_devices()
+    if others and not groups.PYTHON_BACKENDS:
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot combine unisono with {others} in one group: it would silently drop the "
+            'latter.\n  Make two groups: init_process_group("unisono") for CPU tensors, and new_group(backend=…) for '
+            "the others"
+        )
     size = opts.group_size
     group = Group.from_store(
         opts.store, opts.group_rank, size, name=opts.group_id or "0", timeout_s=opts.timeout.total_seconds()
     )
     group.ranks = list(opts.global_ranks_in_group) or list(range(size))
-    return ProcessGroupUnisono(group, opts.store)
+    return BackendUnisono(group, opts.store) if others else ProcessGroupUnisono(group, opts.store)
 
 
-def _refuse_other_devices() -> None:
-    """torch 2.13 puts a group written in Python in the place of all backends of a "cpu:unisono,cuda:nccl", silently."""
+def _other_devices() -> str:
+    """Devices and their backends beside unisono in the group that torch is making, such as '"cuda:nccl"'.
+
+    torch tells a backend nothing of the others, and puts a process group written in Python in the place of all of them.
+    """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
         if frame.f_back is None:
-            return
+            return ""
         frame = frame.f_back
     config = frame.f_locals.get("backend_config")
     if config is None:
-        return
+        return ""
     others = {d: str(b) for d, b in config.get_device_backend_map().items() if str(b) != "unisono"}
-    if others:
-        named = ", ".join(f'"{device}:{backend}"' for device, backend in others.items())
-        raise RuntimeError(
-            f"torch {torch.__version__} cannot combine unisono with {named} in one group: it would silently drop the "
-            'latter.\n  Make two groups: init_process_group("unisono") for CPU tensors, and new_group(backend=…) for '
-            "the others"
-        )
+    return ", ".join(f'"{device}:{backend}"' for device, backend in others.items())
 
 
 def _again(
@@ -491,7 +537,7 @@ def _call(verb: Callable[..., Any], arguments: tuple[Any, ...], async_op: bool, 
 def _settled(argument: Any) -> Any:
     """Waits for the results of functional collectives in an argument and puts the tensors in their place."""
     if isinstance(argument, AsyncCollectiveTensor):
-        return argument.trigger_wait()
+        return argument.trigger_wait()  # type: ignore[no-untyped-call]
     if isinstance(argument, (list, tuple)) and any(isinstance(part, AsyncCollectiveTensor) for part in argument):
         return [_settled(part) for part in argument]
     return argument
@@ -542,5 +588,5 @@ def _record(name: str, arguments: Sequence[Any]) -> Callable[[], None]:
     return lambda: torch.autograd._record_function_with_args_exit(record)  # type: ignore[attr-defined]
 
 
-keep_uncompiled(ProcessGroupUnisono, Work)
+keep_uncompiled(Face, Work)
 dist.Backend.register_backend("unisono", create, extended_api=True, devices=["cpu"])

@@ -8,6 +8,7 @@ groups of every backend alike. Importing the module registers them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from .uncompiled import keep_uncompiled
 from .work import Work as UnisonoWork
 
-_library = torch.library.Library("_c10d_functional", "IMPL")
+_library: Any = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
 
 _REDUCE_OPS = {
     name: getattr(ReduceOp, name.upper()) for name in ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
@@ -67,11 +68,12 @@ def _batch_p2p_ops(
     return results
 
 
-for _name, _kernel in {
+_KERNELS: dict[str, Callable[..., Any]] = {
     "all_gather_into_tensor_out": _all_gather_into_tensor_out,
     "reduce_scatter_tensor_out": _reduce_scatter_tensor_out,
     "batch_p2p_ops": _batch_p2p_ops,
-}.items():
+}
+for _name, _kernel in _KERNELS.items():
     if hasattr(torch.ops._c10d_functional, _name):
         keep_uncompiled(_kernel)
         _library.impl(_name, _kernel, "CPU")

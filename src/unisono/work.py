@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import _engine_run_backward  # type: ignore[attr-defined]
+from torch.autograd.graph import _engine_run_backward
 
 from .handle import Handle
 from .strided import Copies
@@ -83,15 +83,21 @@ class Work(dist.Work):
         """
         if self._future is None and self._is_for_compress_hook():
             self.wait()
-            self._future = torch._C.fork(lambda: flat(self._outputs))
+            self._future = cast("torch.futures.Future[Any]", torch._C.fork(lambda: flat(self._outputs)))
         elif self._future is None:
             over: torch.futures.Future[Any] = torch.futures.Future()
             self._future = over.then(lambda _: self._result_or_raise())
-            if self._handles:
-                self._handles[-1].when_done(lambda: over.set_result(True))
-            else:
-                over.set_result(True)
+            self._after(0, lambda: over.set_result(True))
         return self._future
+
+    def _after(self, i: int, callback: Callable[[], None]) -> None:
+        """Has ``callback`` called when the calls from the i-th on are over; messages may end in any order."""
+        while i < len(self._handles) and self._handles[i].is_completed():
+            i += 1
+        if i == len(self._handles):
+            callback()
+        else:
+            self._handles[i].when_done(lambda: self._after(i + 1, callback))
 
     def _is_for_compress_hook(self) -> bool:
         """Whether DDP's C++ FP16_COMPRESS hook may be asking.
@@ -101,7 +107,10 @@ class Work(dist.Work):
         outputs = self._outputs
         if not (len(outputs) == 1 and isinstance(outputs[0], torch.Tensor) and outputs[0].dtype is torch.float16):
             return False
-        return sys._getframe(2).f_code is _engine_run_backward.__code__
+        asking = sys._getframe(1).f_back
+        while asking is not None and asking.f_code.co_filename == __file__:
+            asking = asking.f_back
+        return asking is None or asking.f_code is _engine_run_backward.__code__
 
     def _result_or_raise(self) -> Any:
         error = self.exception()
