@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import memmove, string_at
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class Direct:
         root = counts.index(largest)
         others = [rank for rank in range(self.size) if rank != root]
         edges = [largest * i // len(others) for i in range(len(others) + 1)]
-        shares = dict(zip(others, zip(edges, edges[1:], strict=False), strict=True))
+        shares = dict(zip(others, pairwise(edges), strict=True))
         start = to[root][0]
         if self.rank == root:
             spans = [shares.get(rank, spans[root]) for rank in range(self.size)]
