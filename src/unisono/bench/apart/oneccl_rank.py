@@ -45,7 +45,6 @@ class CaseStruct(ctypes.Structure):
         ("dtype", ctypes.c_int),
         ("redop", ctypes.c_int),
         ("rank", ctypes.c_int),
-        ("itemsize", ctypes.c_size_t),
     )
 
 
@@ -87,7 +86,7 @@ class CclJob:
         redop = _REDOPS.get(case.redop, 0)
         kind = _TYPES[case.dtype]
         return CaseStruct(
-            _NUMBERS[case.op], x, y, sent, received, case.ranks, case.count, case.even, kind, redop, rank, 0
+            _NUMBERS[case.op], x, y, sent, received, case.ranks, case.count, case.even, kind, redop, rank
         )
 
     def _loop(self, case: CaseStruct, calls: int) -> float:

@@ -81,17 +81,25 @@ def listen(path: str) -> socket.socket:
     return listener
 
 
-def accept(listener: socket.socket, count: int, timeout_s: float = START_S) -> list[Channel]:
-    """`count` connections, in the order of the rank each names first: {"rank": 3, ...}."""
+def accept(
+    listener: socket.socket, count: int, still_coming: Callable[[], bool] = lambda: True, timeout_s: float = START_S
+) -> list[tuple[dict[str, Any], Channel]]:
+    """`count` connections with what each said first, {"rank": 3, ...}, by rank; TimeoutError when some do not come."""
     deadline = time.monotonic() + timeout_s
-    found: dict[int, Channel] = {}
+    found: dict[int, tuple[dict[str, Any], Channel]] = {}
     try:
         while len(found) < count:
-            listener.settimeout(max(0.01, deadline - time.monotonic()))
-            channel = Channel(listener.accept()[0])
-            found[channel.receive(START_S)["rank"]] = channel
+            if time.monotonic() > deadline or not still_coming():
+                raise TimeoutError(f"{len(found)} of {count} connections came")
+            listener.settimeout(0.1)
+            try:
+                channel = Channel(listener.accept()[0])
+            except TimeoutError:
+                continue
+            hello = channel.receive(timeout_s)
+            found[hello["rank"]] = (hello, channel)
     except BaseException:
-        for channel in found.values():
+        for _, channel in found.values():
             channel.close()
         raise
     return [found[rank] for rank in sorted(found)]
