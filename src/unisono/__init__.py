@@ -33,6 +33,7 @@ from .group import Group  # noqa: E402
 from .handle import Handle  # noqa: E402
 from .shared_gather import SharedGather  # noqa: E402
 from .tensors import empty, empty_like, is_shared, to_shared_, zeros  # noqa: E402
+from .torch_backend import ProcessGroupUnisono  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "HeapMemoryError",
     "MismatchError",
     "PeerLostError",
+    "ProcessGroupUnisono",
     "SharedGather",
     "SystemCallError",
     "UnisonoError",

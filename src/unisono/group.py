@@ -43,15 +43,17 @@ def _reduce_ops() -> dict[Any, int]:
 _RedOpType = dist.ReduceOp.RedOpType
 _OPS = _reduce_ops()
 _PREMUL_SUM = _OPS["premul_sum"]
+# A ReduceOp hashes to the number of its type, the quickest way to tell which it is.
+_BY_HASH = {hash(op): code for op, code in _OPS.items() if isinstance(op, _RedOpType)}
 
 
 def _reduce_op(op: Any, factor: float | None) -> tuple[int, float]:
     """The core's number of a reduce operation, and the factor of a premul_sum."""
     code = _OPS.get(op) if type(op) is str or type(op) is _RedOpType else None
     if code is None and isinstance(op, dist.ReduceOp):
-        state: Any = op.__getstate__()
-        code = _OPS[state[0]]
+        code = _BY_HASH[hash(op)]
         if code == _PREMUL_SUM and factor is None:
+            state: Any = op.__getstate__()
             factor = float(state[1])
     if code is None:
         names = ", ".join(sorted({k for k in _OPS if isinstance(k, str)}))
@@ -62,6 +64,12 @@ def _reduce_op(op: Any, factor: float | None) -> tuple[int, float]:
     elif factor is not None:
         raise ValueError(f"argument 'factor' belongs to op 'premul_sum', got op {op!r}")
     return code, 1.0 if factor is None else float(factor)
+
+
+def reduce_op_name(op: Any) -> str:
+    """The name of a reduce operation given in any of its forms."""
+    code = _reduce_op(op, None)[0]
+    return next(name for name, number in _core.OPS.items() if number == code)
 
 
 class Group:
@@ -175,6 +183,16 @@ class Group:
 
     def __repr__(self) -> str:
         return f"<unisono.Group {self.name!r} rank {self.rank} of {self.size}>"
+
+    def rename(self, name: str) -> None:
+        """Changes what errors call this group, on this rank."""
+        self._comm.rename(name)
+        self.name = name
+
+    @property
+    def calls(self) -> int:
+        """Collectives this rank has begun in the group; the number behind ``#`` in errors."""
+        return self._comm.calls
 
     @property
     def staged_bytes(self) -> int:
