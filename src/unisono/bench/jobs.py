@@ -1,12 +1,14 @@
-"""What the benchmark measures: each operation's tensors, its call here and in gloo, and its right result.
+"""A case's torch tensors on one rank, and the calls a user of unisono would write for it.
 
-A *case* is one row's question (operation, element counts, dtype, reduce op). A *job* is a case made ready on
-one rank with one kind of memory: tensors, a call without arguments, and a check of what the call left behind.
+There are four ways to call: the Group's method (`group`), torch.distributed on the unisono backend (`dist`), the
+functional form (`comm_func`), and the uneven pair's documented names (`uneven`). Parts of the package that are not
+there, and operations a way has no name for, raise Lacking.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,46 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from .apart.cases import ROOT, WINDOW, Case, Lacking, Piece
+from .apart.turns import Call
+
 if TYPE_CHECKING:
     from unisono.group import Group
-
-Call = Callable[[], object]
-
-PERIOD = 97  # of the test values: a prime, so that data that lands in the wrong place is noticed
-ROOT = 0
-
-
-@dataclass(frozen=True)
-class Op:
-    """One operation as nccl-tests sees it: what its columns mean."""
-
-    bus: Callable[[int], float]  # bus bandwidth ÷ algorithm bandwidth, by number of ranks
-    buffers: Callable[[int], int]  # memory of all ranks together ÷ size column, by number of ranks
-    reduces: bool = False
-    rooted: bool = False
-    cut: bool = False  # chunks per rank, equal or not
-
-
-def _all_but_one(n: int) -> float:
-    return (n - 1) / n
-
-
-OPS: dict[str, Op] = {
-    "all_reduce": Op(lambda n: 2 * (n - 1) / n, lambda n: n, reduces=True),
-    "all_gather": Op(_all_but_one, lambda n: n + 1, cut=True),
-    "reduce_scatter": Op(_all_but_one, lambda n: n + 1, reduces=True, cut=True),
-    "broadcast": Op(lambda n: 1.0, lambda n: n, rooted=True),
-    "reduce": Op(lambda n: 1.0, lambda n: n, reduces=True, rooted=True),
-    "gather": Op(_all_but_one, lambda n: 2, rooted=True, cut=True),
-    "scatter": Op(_all_but_one, lambda n: 2, rooted=True, cut=True),
-    "all_to_all": Op(_all_but_one, lambda n: 2 * n, cut=True),
-    "barrier": Op(lambda n: 0.0, lambda n: 0),
-}
-
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64")
-}
 
 REDOPS: dict[str, dist.ReduceOp.RedOpType] = {
     "sum": dist.ReduceOp.SUM,
@@ -67,45 +34,9 @@ REDOPS: dict[str, dist.ReduceOp.RedOpType] = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """One row's question; `counts` are elements per rank and add up to `count`."""
-
-    op: str
-    count: int
-    counts: tuple[int, ...]
-    dtype: str
-    redop: str
-
-    @property
-    def ranks(self) -> int:
-        return len(self.counts)
-
-    @property
-    def size_bytes(self) -> int:
-        return self.count * DTYPES[self.dtype].itemsize
-
-    @property
-    def even(self) -> bool:
-        return len(set(self.counts)) == 1
-
-    def start(self, rank: int) -> int:
-        return sum(self.counts[:rank])
-
-    def shapes(self, rank: int) -> tuple[int | None, int | None]:
-        """Elements of this rank's input and output; an output of None works in place."""
-        mine, root = self.counts[rank], rank == ROOT
-        return {
-            "all_reduce": (self.count, None),
-            "reduce": (self.count, None),
-            "broadcast": (self.count, None),
-            "all_gather": (mine, self.count),
-            "reduce_scatter": (self.count, mine),
-            "gather": (mine, self.count if root else None),
-            "scatter": (self.count if root else None, mine),
-            "all_to_all": (self.count, self.ranks * mine),
-            "barrier": (None, None),
-        }[self.op]
+def tile(piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+    table = torch.tensor(piece.turned(), dtype=torch.float64 if dtype.is_floating_point else torch.int64).to(dtype)
+    return table.repeat(piece.count // len(piece.table) + 1)[: piece.count]
 
 
 @dataclass
@@ -119,8 +50,8 @@ class Job:
 
     @classmethod
     def make(cls, case: Case, rank: int, empty: Callable[..., torch.Tensor]) -> Job:
-        shapes = case.shapes(rank)
-        tensors = [None if n is None else empty(n, dtype=DTYPES[case.dtype]) for n in shapes]
+        dtype = getattr(torch, case.dtype)
+        tensors = [None if n is None else empty(n, dtype=dtype) for n in case.shapes(rank)]
         return cls(case, rank, *tensors)
 
     def clear(self) -> None:
@@ -130,54 +61,44 @@ class Job:
                 tensor.zero_()
 
     def fill(self) -> None:
-        """Small whole numbers that depend on rank and place, exact in every dtype."""
         if self.input is not None:
-            gathers = self.case.op in ("all_gather", "gather")
-            start = self.case.start(self.rank) if gathers else 0
-            self.input.copy_(_tile(_values(self.case, self.rank), start, self.input.numel()))
+            self.input.copy_(tile(self.case.input(self.rank), self.input.dtype))
         if self.output is not None:
             self.output.zero_()
 
-    def count_wrong(self) -> int:
-        """Elements of the result that differ from what the filled inputs must give."""
-        expected = self._expected()
+    def count_wrong(self, returned: object) -> int:
+        """Elements that differ from what the filled inputs must give, in the tensor returned or else in ours."""
+        pieces = self.case.expected(self.rank)
         result = self.input if self.output is None else self.output
-        if expected is None or result is None:
+        if isinstance(returned, tuple) and returned and isinstance(returned[0], torch.Tensor):
+            returned = returned[0]
+        if isinstance(returned, torch.Tensor):
+            result = returned
+        if pieces is None or result is None:
             return 0
-        return int(torch.ne(result, expected).sum())
+        expected = torch.cat([tile(piece, result.dtype) for piece in pieces])
+        if expected.numel() != result.numel():
+            return max(expected.numel(), result.numel())
+        return int(torch.ne(result.reshape(-1), expected).sum())
 
-    def _expected(self) -> torch.Tensor | None:
-        case, rank = self.case, self.rank
-        mine, first = case.counts[rank], case.start(rank)
+    def call(self, way: str, group: Group, process_group: Any) -> Call:
+        """The call with everything bound that a user would write, and nothing else."""
+        if way == "group":
+            return self._group_call(group)
+        if way == "dist":
+            return torch_call(self, process_group)
+        if way == "comm_func":
+            return self._functional_call(process_group or group)
+        return self._uneven_call(process_group or group)
 
-        def pieces(parts: Sequence[tuple[int, int, int]]) -> torch.Tensor:
-            return torch.cat([_tile(_values(case, owner), start, n) for owner, start, n in parts])
-
-        if case.op == "all_reduce" or (case.op == "reduce" and rank == ROOT):
-            return _tile(_reduced(case), 0, case.count)
-        if case.op == "reduce":  # the others' tensors are untouched
-            return pieces([(rank, 0, case.count)])
-        if case.op == "broadcast":
-            return pieces([(ROOT, 0, case.count)])
-        if case.op == "reduce_scatter":
-            return _tile(_reduced(case), first, mine)
-        if case.op == "scatter":
-            return pieces([(ROOT, first, mine)])
-        if case.op == "all_to_all":
-            return pieces([(r, first, mine) for r in range(case.ranks)])
-        if self.output is None:  # a barrier, or a gather away from its root
-            return None
-        return pieces([(r, case.start(r), n) for r, n in enumerate(case.counts)])
-
-    def unisono_call(self, group: Group) -> Call:
-        """The Group method with everything bound that a user would write, and nothing else."""
+    def _group_call(self, group: Group) -> Call:
         case, op = self.case, self.case.op
         counts: dict[str, Any] = {} if case.even else {"counts": list(case.counts)}
         redop: dict[str, Any] = {} if case.redop == "sum" else {"op": case.redop}
         x: Any = self.input
         y: Any = self.output
         if op == "barrier":
-            return partial(group.barrier)
+            return group.barrier
         if op == "all_reduce":
             return partial(group.all_reduce, x, **redop)
         if op == "reduce":
@@ -192,137 +113,140 @@ class Job:
             return partial(group.gather, y, x, ROOT, **counts)
         if op == "scatter":
             return partial(group.scatter, y, x, ROOT, **counts)
+        if op == "p2p_latency":
+            return ping(self, group.send, group.recv)
+        if op == "p2p_bandwidth":
+            start_send, start_recv = partial(group.send, async_op=True), partial(group.recv, async_op=True)
+            return stream(self, start_send, start_recv, group.send, group.recv)
         if case.even:
             return partial(group.all_to_all, y, x)
-        received = [case.counts[self.rank]] * case.ranks
-        return partial(group.all_to_all, y, x, received, list(case.counts))
+        return partial(group.all_to_all, y, x, *self.received_and_sent())
 
-    def gloo_calls(self) -> dict[str, Call]:
-        """What a user of gloo could write instead, by name; the fastest of these is the one compared with."""
-        case, op, redop = self.case, self.case.op, REDOPS[self.case.redop]
+    def _functional_call(self, group: Any) -> Call:
+        functional = _module("comm_func")
+        case, op = self.case, self.case.op
         x: Any = self.input
-        y: Any = self.output
+        redop = "prod" if case.redop == "product" else case.redop
         if op == "barrier":
-            return {"barrier": dist.barrier}
+            return partial(functional.barrier, group=group)
         if op == "all_reduce":
-            return {"all_reduce": partial(dist.all_reduce, x, redop)}
-        if op == "reduce":
-            return {"reduce": partial(dist.reduce, x, ROOT, redop)}
-        if op == "broadcast":
-            return {"broadcast": partial(dist.broadcast, x, ROOT)}
+            return partial(functional.all_reduce, x, redop, group)
         if op == "all_gather":
             if case.even:
-                into: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since 2.13
-                return {"all_gather": partial(into, y, x)}
-            slots = list(y.split(list(case.counts)))
-            return {
-                "broadcasts": partial(_gather_by_broadcasts, slots, x, self.rank),
-                "send and recv": partial(_gather_by_p2p, slots, x, self.rank),
-            }
+                return partial(functional.all_gather_into_tensor, x, group)
+            return partial(_of(functional, "all_gather_into_tensor_uneven"), x, list(case.counts), group)
         if op == "reduce_scatter":
-            slices = list(x.split(list(case.counts)))
-            whole: Any = torch.empty_like(x)
-            mine = whole.split(list(case.counts))[self.rank]
-            return {
-                "reduce_scatter": partial(dist.reduce_scatter, y, slices, redop),
-                "all_reduce of a copy": partial(_scatter_by_all_reduce, y, x, whole, mine, redop),
-            }
-        if op == "gather":
-            gathered = None if y is None else list(y.split(list(case.counts)))
             if case.even:
-                return {"gather": partial(dist.gather, x, gathered, ROOT)}
-            return {"send and recv": partial(_root_gather_by_p2p, gathered, x, self.rank)}
-        if op == "scatter":
-            slices = [] if x is None else list(x.split(list(case.counts)))
-            if case.even:
-                return {"scatter": partial(dist.scatter, y, slices or None, ROOT)}
-            return {"send and recv": partial(_root_scatter_by_p2p, y, slices, self.rank)}
-        received = [case.counts[self.rank]] * case.ranks
-        return {"all_to_all_single": partial(dist.all_to_all_single, y, x, received, list(case.counts))}
+                return partial(functional.reduce_scatter_tensor, x, redop, group)
+            return partial(_of(functional, "reduce_scatter_tensor_uneven"), x, list(case.counts), redop, group)
+        raise Lacking(f"not measured for {op}")
+
+    def _uneven_call(self, group: Any) -> Call:
+        unisono = importlib.import_module("unisono")
+        case, splits = self.case, list(self.case.counts)
+        if case.op == "all_gather":
+            name = "all_gather_into_tensor_uneven"
+            return partial(_of(unisono, name), self.output, self.input, splits, group=group)
+        if case.op == "reduce_scatter":
+            name = "reduce_scatter_tensor_uneven"
+            redop = REDOPS[case.redop]
+            return partial(_of(unisono, name), self.output, self.input, splits, op=redop, group=group)
+        raise Lacking(f"there is no uneven {case.op}")
+
+    def received_and_sent(self) -> tuple[list[int], list[int]]:
+        """Elements from each rank and to each rank, of an all_to_all."""
+        return [self.case.counts[self.rank]] * self.case.ranks, list(self.case.counts)
 
 
-def _gather_by_broadcasts(slots: list[torch.Tensor], x: torch.Tensor, rank: int) -> None:
-    slots[rank].copy_(x)
-    works = [dist.broadcast(slot, r, async_op=True) for r, slot in enumerate(slots) if slot.numel()]
-    for work in works:
-        work.wait()
+def torch_call(job: Job, process_group: Any) -> Call:
+    """The same by torch.distributed, where it has one call for it."""
+    case, op, redop = job.case, job.case.op, REDOPS[job.case.redop]
+    x: Any = job.input
+    y: Any = job.output
+    group: dict[str, Any] = {"group": process_group}
+    counts = list(case.counts)
+    if op == "barrier":
+        return partial(dist.barrier, **group)
+    if op == "all_reduce":
+        return partial(dist.all_reduce, x, redop, **group)
+    if op == "reduce":
+        return partial(dist.reduce, x, ROOT, redop, **group)
+    if op == "broadcast":
+        return partial(dist.broadcast, x, ROOT, **group)
+    if op == "all_gather":
+        if case.even:
+            into: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since 2.13
+            return partial(into, y, x, **group)
+        return partial(dist.all_gather, list(y.split(counts)), x, **group)
+    if op == "reduce_scatter":
+        if case.even:
+            from_one: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+            return partial(from_one, y, x, redop, **group)
+        return partial(dist.reduce_scatter, y, list(x.split(counts)), redop, **group)
+    if op == "gather":
+        return partial(dist.gather, x, None if y is None else list(y.split(counts)), ROOT, **group)
+    if op == "scatter":
+        return partial(dist.scatter, y, None if x is None else list(x.split(counts)), ROOT, **group)
+    if op == "p2p_latency":
+        return ping(job, partial(dist.send, **group), partial(dist.recv, **group))
+    if op == "p2p_bandwidth":
+        calls = [partial(fn, **group) for fn in (dist.isend, dist.irecv, dist.send, dist.recv)]
+        return stream(job, *calls)
+    return partial(dist.all_to_all_single, y, x, *job.received_and_sent(), **group)
 
 
-def _gather_by_p2p(slots: list[torch.Tensor], x: torch.Tensor, rank: int) -> None:
-    others = [r for r in range(len(slots)) if r != rank]
-    works = [dist.irecv(slots[r], r) for r in others if slots[r].numel()]
-    if x.numel():
-        works += [dist.isend(x, r) for r in others]
-    slots[rank].copy_(x)
-    for work in works:
-        if work is not None:
+def ping(job: Job, send: Any, recv: Any) -> Call:
+    """There and back between the first and the last rank."""
+    x, y, last = job.input, job.output, job.case.ranks - 1
+
+    def first() -> None:
+        send(x, last)
+        recv(y, last)
+
+    def answering() -> None:
+        recv(y, 0)
+        send(x, 0)
+
+    return _at_ends(job, first, answering)
+
+
+def stream(job: Job, start_send: Any, start_recv: Any, send: Any, recv: Any) -> Call:
+    """WINDOW messages in flight from the first rank to the last, then a note back that all have come."""
+    last = job.case.ranks - 1
+    x, y, note = job.input, job.output, torch.zeros(1, dtype=getattr(torch, job.case.dtype))
+
+    def sending() -> None:
+        for work in [start_send(x, last) for _ in range(WINDOW)]:
             work.wait()
+        recv(note, last)
 
-
-def _scatter_by_all_reduce(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    whole: torch.Tensor,
-    mine: torch.Tensor,
-    redop: dist.ReduceOp.RedOpType,
-) -> None:
-    whole.copy_(x)
-    dist.all_reduce(whole, redop)
-    y.copy_(mine)
-
-
-def _root_gather_by_p2p(slots: list[torch.Tensor] | None, x: torch.Tensor, rank: int) -> None:
-    if slots is None:
-        if x.numel():
-            dist.send(x, ROOT)
-        return
-    works = [dist.irecv(slot, r) for r, slot in enumerate(slots) if r != rank and slot.numel()]
-    slots[rank].copy_(x)
-    for work in works:
-        if work is not None:
+    def receiving() -> None:
+        for work in [start_recv(y, 0) for _ in range(WINDOW)]:
             work.wait()
+        send(note, 0)
+
+    return _at_ends(job, sending, receiving)
 
 
-def _root_scatter_by_p2p(y: torch.Tensor, slices: list[torch.Tensor], rank: int) -> None:
-    if rank != ROOT:
-        if y.numel():
-            dist.recv(y, ROOT)
-        return
-    works = [dist.isend(part, r) for r, part in enumerate(slices) if r != rank and part.numel()]
-    y.copy_(slices[rank])
-    for work in works:
-        if work is not None:
-            work.wait()
+def _at_ends(job: Job, first: Call, last: Call) -> Call:
+    if job.case.ranks < 2:
+        raise Lacking("a message needs two ranks")
+    return {0: first, job.case.ranks - 1: last}.get(job.rank, _nothing)
 
 
-def _values(case: Case, rank: int) -> torch.Tensor:
-    """This rank's test values for places 0 .. PERIOD-1; small enough that a product of many stays exact."""
-    spread = 2 if case.redop == "product" else 4
-    table = torch.arange(PERIOD) * (rank + 3) % PERIOD % spread + 1
-    return table.to(DTYPES[case.dtype])
+def _nothing() -> None:
+    """What the ranks between the two ends of a message do."""
 
 
-def _reduced(case: Case) -> torch.Tensor:
-    dtype = DTYPES[case.dtype]
-    wide = torch.int64 if not dtype.is_floating_point else torch.promote_types(dtype, torch.float32)
-    rows = torch.stack([_values(case, r).to(wide) for r in range(case.ranks)])
-    total = rows[0]
-    for row in rows[1:]:
-        if case.redop in ("sum", "avg"):
-            total = total + row
-        elif case.redop == "product":
-            total = total * row
-        elif case.redop in ("min", "max"):
-            total = torch.minimum(total, row) if case.redop == "min" else torch.maximum(total, row)
-        else:
-            total = {"band": total & row, "bor": total | row, "bxor": total ^ row}[case.redop]
-    if case.redop == "avg":
-        trunc = None if dtype.is_floating_point else "trunc"
-        total = torch.div(total, case.ranks, rounding_mode=trunc)
-    return total.to(dtype)
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(f"unisono.{name}")
+    except ModuleNotFoundError:
+        raise Lacking(f"this unisono has no {name}") from None
 
 
-def _tile(table: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """`count` values of a sequence that repeats `table` for ever, from place `start` on."""
-    offset = start % PERIOD
-    return table.repeat((offset + count) // PERIOD + 1)[offset : offset + count]
+def _of(module: Any, name: str) -> Any:
+    found = getattr(module, name, None)
+    if found is None:
+        raise Lacking(f"this {module.__name__} has no {name}")
+    return found

@@ -1,11 +1,9 @@
 """One row of the benchmark, as its ranks measure it.
 
-Rank 0 leads. In every round each contender has its turn: unisono on heap tensors, unisono on ordinary
-tensors, gloo, and the limit (`_core.Yardstick`, plain threads in rank 0's process). The order rotates, so
-that whatever one contender leaves behind, and whatever else the machine does, hits all of them alike. Between
-turns the other ranks sleep in a socket: nothing spins while the yardstick runs.
-
-A turn is one untimed call that warms the caches, a barrier of the same library, then a batch of timed calls.
+Rank 0 leads. In every round each contender has its turn: unisono on heap and on ordinary tensors, gloo, each peer's
+team of processes, and the limit (`_core.Yardstick`, plain threads in rank 0's process). The order rotates, so that
+whatever one contender leaves behind, and whatever else the machine does, hits all of them alike. Between turns all
+other ranks, of unisono and of the peers, sleep in a socket: nothing spins while another contender is measured.
 """
 
 from __future__ import annotations
@@ -13,21 +11,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import socket
-import statistics
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import repeat
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
-import unisono
-from unisono.bench_ops import OPS, Call, Case, Job
+from .apart.cases import OPS, Case, Lacking
+from .apart.turns import Channel, accept, listen
+from .contenders import LIMIT, Contender, Groups, Order, contenders_of
+from .peers import PEERS, SILENCE_S, Team, start_teams
+from .ratios import summary
 
 if TYPE_CHECKING:
     from unisono.group import Group
@@ -37,246 +33,285 @@ TURN_S = 1e-3  # calls are repeated up to this length
 CROWDED_TURN_S = 10e-3  # the same when ranks share CPUs: more than one time slice of the scheduler
 MOST_CALLS = 10_000
 MOST_ROUNDS = 200
-SILENCE_S = 300.0  # a rank that says nothing for so long is lost
+MEMORY_SHARE = 0.7  # of what is free may be taken by one row
+REFUSALS = (Lacking, RuntimeError, ValueError, TypeError, NotImplementedError)
 
-
-@dataclass(frozen=True)
-class Order:
-    """How long and against whom a row is measured."""
-
-    kinds: tuple[str, ...] = ("heap", "private")
-    gloo: bool = True
-    check: bool = True
-    rounds: int | None = None  # None: as many as fit into `seconds`, at least 15
-    seconds: float = 0.6
+Turn = Callable[[int, int], float]  # warm-up calls, timed calls -> seconds per call of the slowest rank
 
 
 @dataclass
-class Times:
-    """Seconds per call of one contender, one number per round, from the slowest rank."""
+class Stage:
+    """What a rank keeps from join() to leave()."""
 
-    batch: int = 1
-    variant: str = ""
-    rounds: list[float] = field(default_factory=list)
-
-    def summary(self) -> dict[str, Any]:
-        ordered = sorted(self.rounds)
-        return {
-            "time_us": statistics.median(ordered) * 1e6,
-            "min_us": ordered[0] * 1e6,
-            "p95_us": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))] * 1e6,
-            "rounds": len(ordered),
-            "batch": self.batch,
-            "variant": self.variant,
-        }
+    groups: Groups
+    channels: list[Channel]  # rank 0: to every other rank; the others: to rank 0
+    teams: dict[str, list[Team]] = field(default_factory=dict)
+    lacks: dict[str, str] = field(default_factory=dict)
 
 
-class Turns:
-    """Sleeping turn-taking: rank 0 gives orders, the others obey and answer with one number."""
-
-    layout = struct.Struct("=iid")  # contender (-1: the row is over), warm-up calls, timed calls
-
-    def __init__(self, folder: str, rank: int, size: int) -> None:
-        path = os.path.join(folder, "turns")
-        self.peers: list[socket.socket] = []
-        if rank == 0:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-                listener.settimeout(SILENCE_S)
-                listener.bind(path)
-                listener.listen(size)
-                self.peers = [listener.accept()[0] for _ in range(size - 1)]
-        else:
-            leader = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            deadline = time.monotonic() + SILENCE_S
-            while True:
-                try:
-                    leader.connect(path)
-                    break
-                except OSError:
-                    if time.monotonic() > deadline:
-                        raise
-                    time.sleep(0.01)
-            self.peers = [leader]
-        for peer in self.peers:
-            peer.settimeout(SILENCE_S)
-
-    def give(self, contender: int, warmup: int = 0, calls: int = 0) -> None:
-        for peer in self.peers:
-            peer.send(self.layout.pack(contender, warmup, calls))
-
-    def take(self) -> tuple[int, int, int]:
-        contender, warmup, calls = self.layout.unpack(self._receive(self.peers[0]))
-        return contender, warmup, int(calls)
-
-    def answer(self, seconds: float) -> None:
-        self.peers[0].send(struct.pack("=d", seconds))
-
-    def answers(self) -> list[float]:
-        return [struct.unpack("=d", self._receive(peer))[0] for peer in self.peers]
-
-    def close(self) -> None:
-        for peer in self.peers:
-            peer.close()
-
-    @staticmethod
-    def _receive(peer: socket.socket) -> bytes:
-        data = peer.recv(64)
-        if not data:
-            raise RuntimeError("a rank left in the middle of a benchmark row")
-        return data
+_stage: Stage | None = None
 
 
-@dataclass
-class Contender:
-    call: Call
-    align: Call  # a barrier of the same library, so that the ranks start together
-
-    def run(self, warmup: int, calls: int) -> float:
-        """Seconds per call on this rank."""
-        call = self.call
-        for _ in range(warmup):
-            call()
-        self.align()
-        start = time.perf_counter_ns()
-        for _ in repeat(None, calls):
-            call()
-        return (time.perf_counter_ns() - start) * 1e-9 / calls
-
-
-_turns: Turns | None = None  # of this rank's pool, until leave()
-
-
-def join(group: Group, folder: str, gloo: bool) -> None:
-    """Connect the ranks of a new pool for turn-taking, and in a gloo group."""
-    global _turns
-    _turns = Turns(folder, group.rank, group.size)
-    if gloo:
+def join(group: Group, folder: str, gloo: bool, backend: bool, peers: list[str]) -> dict[str, Any]:
+    """Connect the ranks for turn-taking, and in process groups; rank 0 starts the peers and says what it found."""
+    global _stage
+    path = os.path.join(folder, "turns")
+    if group.rank == 0:
+        with listen(path) as listener:
+            channels = [channel for _, channel in accept(listener, group.size - 1, timeout_s=SILENCE_S)]
+    else:
+        channels = [Channel.connect(path, SILENCE_S)]
+        channels[0].send({"rank": group.rank})
+    groups = Groups(group)
+    if gloo or backend:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        meeting = f"file://{os.path.join(folder, 'gloo')}"
-        dist.init_process_group("gloo", init_method=meeting, rank=group.rank, world_size=group.size)
+        if not dist.is_initialized():
+            meeting = f"file://{os.path.join(folder, 'gloo')}"
+            dist.init_process_group("gloo", init_method=meeting, rank=group.rank, world_size=group.size)
+        groups.gloo = dist.new_group(backend="gloo")
+    if backend:
+        try:
+            groups.backend = dist.new_group(backend="unisono")
+        except (ValueError, RuntimeError, ImportError) as error:
+            groups.backend_lacks = str(error).splitlines()[0]
+    _stage = Stage(groups, channels)
+    if group.rank == 0 and peers:
+        crowded = group.size > len(os.sched_getaffinity(0))
+        _stage.teams, _stage.lacks = start_teams(peers, group.size, crowded, folder)
+    libraries = {name: _stage.teams[name][0].library for name in _stage.teams}
+    return {"libraries": libraries, "lacks": _stage.lacks}
 
 
 def leave(group: Group) -> None:
-    """Undo join(). All ranks leave gloo together."""
-    global _turns
+    """Undo join(), all ranks together."""
+    global _stage
+    stage, _stage = _stage, None
+    if stage is None:
+        return
+    for teams in stage.teams.values():
+        for team in teams:
+            team.close()
     if dist.is_initialized():
-        dist.barrier()
+        dist.barrier(group=stage.groups.gloo)
         dist.destroy_process_group()
-    if _turns is not None:
-        _turns.close()
-        _turns = None
+    for channel in stage.channels:
+        channel.close()
 
 
 def measure(group: Group, case: Case, order: Order) -> dict[str, Any] | None:
-    """Measure one row; rank 0 returns it."""
-    assert _turns is not None, "join() comes first"
-    jobs: dict[str, Job] = {}
-    for kind in order.kinds:
-        jobs[kind] = Job.make(case, group.rank, unisono.empty if kind == "heap" else torch.empty)
-    contenders = {kind: Contender(job.unisono_call(group), group.barrier) for kind, job in jobs.items()}
-    wrong = {kind: _check(_turns, group, job) if order.check else None for kind, job in jobs.items()}
-    for job in jobs.values():
+    """Measure one row; rank 0 returns it, with "left_out" instead of results if memory does not suffice."""
+    stage = _stage
+    assert stage is not None, "join() comes first"
+    op = OPS[case.op]
+    row: dict[str, Any] = {
+        "op": case.op,
+        "ranks": case.ranks,
+        "crowded": case.ranks > len(os.sched_getaffinity(0)),
+        "counts": list(case.counts),
+        "size_bytes": case.size_bytes,
+        "count": case.count,
+        "dtype": case.dtype,
+        "redop": case.redop if op.reduces else "none",
+        "root": 0 if op.rooted else -1,
+    }
+    need = _memory_need(case, order, len(stage.teams))
+    if _told(stage, need > MEMORY_SHARE * free_bytes()):
+        return row | {"left_out": need} if group.rank == 0 else None
+    found, lacks, jobs = contenders_of(stage.groups, case, order)
+    found, wrong = _checked(stage, found, lacks, order.check)
+    for job in jobs:
         job.clear()
-    lacking = ""
-    if order.gloo:
-        ordinary = jobs.get("private") or Job.make(case, group.rank, torch.empty)
-        ordinary.clear()
-        try:
-            calls = ordinary.gloo_calls()
-            for call in calls.values():
-                call()
-        except (RuntimeError, ValueError) as error:  # refused by all ranks alike, before anything was sent
-            lacking, calls = str(error).splitlines()[0], {}
-        for name, call in calls.items():
-            contenders[f"gloo {name}"] = Contender(call, dist.barrier)
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         if group.rank != 0:
-            _obey(_turns, list(contenders.values()))
+            _obey(stage.channels[0], found)
             return None
-        return {
-            "op": case.op,
-            "ranks": case.ranks,
-            "counts": list(case.counts),
-            "size_bytes": case.size_bytes,
-            "count": case.count,
-            "dtype": case.dtype,
-            "redop": case.redop if OPS[case.op].reduces else "none",
-            "root": 0 if OPS[case.op].rooted else -1,
-            **_lead(_turns, contenders, case, order),
-            "wrong": wrong,
-            "gloo_lacks": lacking,
-        }
+        results = _lead(stage, found, case, order, lacks, wrong)
     finally:
         if collecting:
             gc.enable()
+    limit = results.pop(LIMIT, None)
+    return row | {LIMIT: limit, "results": results, "lacks": lacks}
 
 
-def _check(turns: Turns, group: Group, job: Job) -> int:
-    """Wrong elements on all ranks together (on rank 0)."""
-    job.fill()
-    group.barrier()
-    job.unisono_call(group)()
-    wrong = job.count_wrong()
-    if group.rank != 0:
-        turns.answer(wrong)
-        return wrong
-    return wrong + int(sum(turns.answers()))
+def free_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 1 << 62
 
 
-def _obey(turns: Turns, contenders: list[Contender]) -> None:
-    while True:
-        number, warmup, calls = turns.take()
-        if number < 0:
-            return
-        turns.answer(contenders[number].run(warmup, calls))
+def _memory_need(case: Case, order: Order, peers: int) -> int:
+    """Bytes of all ranks and contenders together; workarounds need up to twice as much as the operation."""
+    shares = len(order.kinds) + 1 + 2 * order.gloo + peers + ("comm_func" in order.ways)
+    return int(shares * OPS[case.op].buffers(case.ranks) * case.size_bytes)
 
 
-def _lead(turns: Turns, contenders: dict[str, Contender], case: Case, order: Order) -> dict[str, Any]:
+def _told(stage: Stage, mine: bool) -> bool:
+    """Rank 0's answer, on all ranks."""
+    if stage.groups.direct.rank != 0:
+        return bool(stage.channels[0].receive(SILENCE_S))
+    for channel in stage.channels:
+        channel.send(mine)
+    return mine
+
+
+def _checked(
+    stage: Stage, found: list[Contender], lacks: dict[str, str], check: bool
+) -> tuple[list[Contender], dict[str, int | None]]:
+    """Those that work, after one call of each, and on rank 0 how many elements were wrong on all ranks."""
+    working: list[Contender] = []
+    wrong: dict[str, int | None] = {}
+    for contender in found:
+        key = f"{contender.name}/{contender.variant}"
+        try:
+            count = contender.check()
+        except REFUSALS as error:  # by all ranks alike, before anything was sent
+            if contender.ours:
+                raise
+            lacks.setdefault(contender.name, str(error).splitlines()[0] or type(error).__name__)
+            continue
+        working.append(contender)
+        wrong[key] = count if check else None
+    for name in {contender.name for contender in working}:
+        lacks.pop(name, None)
+    if stage.groups.direct.rank != 0:
+        stage.channels[0].send(wrong)
+        return working, wrong
+    for channel in stage.channels:
+        theirs = channel.receive(SILENCE_S)
+        wrong = {key: None if count is None else count + theirs[key] for key, count in wrong.items()}
+    return working, wrong
+
+
+def _obey(leader: Channel, contenders: list[Contender]) -> None:
+    while (order := leader.receive(SILENCE_S)) is not None:
+        number, warmup, calls = order
+        leader.send(contenders[number].run(warmup, calls))
+
+
+def _lead(
+    stage: Stage,
+    found: list[Contender],
+    case: Case,
+    order: Order,
+    lacks: dict[str, str],
+    wrong: dict[str, int | None],
+) -> dict[str, Any]:
     crowded = case.ranks > len(os.sched_getaffinity(0))
     warmup = 1 if case.size_bytes <= WARM_BYTES else 0
-    numbers = {name: i for i, name in enumerate(contenders)}
 
-    def turn(name: str, calls: int) -> float:
-        turns.give(numbers[name], warmup, calls)
-        seconds = contenders[name].run(warmup, calls)
-        return max([seconds, *turns.answers()])
+    def local_turn(number: int) -> Turn:
+        def turn(untimed: int, calls: int) -> float:
+            for channel in stage.channels:
+                channel.send([number, untimed, calls])
+            seconds = found[number].run(untimed, calls)
+            return max([seconds, *(float(channel.receive(SILENCE_S)) for channel in stage.channels)])
 
-    runs: dict[str, Callable[[int], float]] = {}
-    times: dict[str, Times] = {}
+        return turn
+
     with contextlib.ExitStack() as ending:
-        ending.callback(turns.give, -1)
-        names = [name for name in contenders if not name.startswith("gloo ")]
-        gloo = [name for name in contenders if name.startswith("gloo ")]
-        if gloo:
-            trial = 5 if case.size_bytes <= 1 << 20 else 1
-            names.append(min(gloo, key=lambda name: min(turn(name, trial) for _ in range(3))))
-        for name in names:
-            kind, _, variant = name.partition(" ")
-            runs[kind] = partial(turn, name)
-            times[kind] = Times(variant=variant)
-        yardstick = _yardstick(case)
-        runs["limit"] = lambda calls: float(yardstick.round(calls, warmup))
-        times["limit"] = Times(variant=f"{yardstick.variant}, {yardstick.threads} threads")
-        for kind, run in runs.items():
-            times[kind].batch = _batch(run, case.size_bytes, CROWDED_TURN_S if crowded else TURN_S)
+        for channel in stage.channels:
+            ending.callback(channel.send, None)
+        turns: dict[str, dict[str, Turn]] = {}
+        for number, contender in enumerate(found):
+            turns.setdefault(contender.name, {})[contender.variant] = local_turn(number)
+        chosen = {name: _fastest(variants, case) for name, variants in turns.items()}
+        if LIMIT not in chosen:
+            yardstick = _yardstick(case)
+            variant = f"{yardstick.variant}, {yardstick.threads} threads"
+            chosen[LIMIT] = (variant, lambda untimed, calls: float(yardstick.round(calls, untimed)))
+        lacks |= {name: why for name, why in stage.lacks.items() if name not in stage.teams}
+        for name, teams in stage.teams.items():
+            try:
+                team, wrong[f"{name}/{team.name}"] = _best_team(teams, case, order.check)
+                chosen[name] = (team.name, team.run)
+                ending.callback(_drop, team)
+            except Lacking as why:
+                lacks[name] = str(why)
+        rounds = _take_turns(chosen, case, order, warmup, crowded, lacks)
+    results: dict[str, Any] = {}
+    for name, (batch, seconds) in rounds.items():
+        variant = chosen[name][0]
+        messages = 1 if name == LIMIT else OPS[case.op].messages
+        results[name] = {
+            **summary([value / messages for value in seconds]),
+            "batch": batch,
+            "variant": variant,
+            "wrong": wrong.get(f"{name}/{variant}"),
+        }
+    return results
 
-        start = time.monotonic()
-        kinds = list(runs)
-        done = 0
-        while not _enough(done, time.monotonic() - start, order):
-            for kind in kinds[done % len(kinds) :] + kinds[: done % len(kinds)]:
-                times[kind].rounds.append(runs[kind](times[kind].batch))
-            done += 1
-    return {kind: times[kind].summary() for kind in times}
+
+def _take_turns(
+    chosen: dict[str, tuple[str, Turn]], case: Case, order: Order, warmup: int, crowded: bool, lacks: dict[str, str]
+) -> dict[str, tuple[int, list[float]]]:
+    """Batch size and seconds by round, of every contender that lasted."""
+    turn_s = CROWDED_TURN_S if crowded else TURN_S
+    rounds: dict[str, tuple[int, list[float]]] = {}
+
+    def take(name: str, calls: int) -> float | None:
+        try:
+            return chosen[name][1](warmup, calls)
+        except Lacking as why:  # a peer that ended takes its place in the table as lacking
+            lacks[name] = str(why)
+            rounds.pop(name, None)
+            return None
+
+    fewest = 10 if case.size_bytes <= 64 << 10 else 3 if case.size_bytes <= 4 << 20 else 1
+    for name in chosen:
+        once = take(name, fewest)
+        if once is not None:
+            rounds[name] = (max(fewest, min(MOST_CALLS, int(turn_s / max(once, 1e-9)))), [])
+    start, done = time.monotonic(), 0
+    while not _enough(done, time.monotonic() - start, order):
+        names = list(rounds)
+        shift = done % len(names)
+        for name in names[shift:] + names[:shift]:
+            batch, seconds = rounds[name]
+            took = take(name, batch)
+            if took is not None:
+                seconds.append(took)
+        done += 1
+    return rounds
 
 
-def _batch(run: Callable[[int], float], size_bytes: int, turn_s: float) -> int:
-    """How many calls make one turn; several for small messages, since the first after a sleep is slow."""
-    fewest = 10 if size_bytes <= 64 << 10 else 3 if size_bytes <= 4 << 20 else 1
-    return max(fewest, min(MOST_CALLS, int(turn_s / max(run(fewest), 1e-9))))
+def _fastest(variants: dict[str, Turn], case: Case) -> tuple[str, Turn]:
+    """The variant whose best of three short turns is least."""
+    if len(variants) == 1:
+        return next(iter(variants.items()))
+    calls = 5 if case.size_bytes <= 1 << 20 else 1
+    return min(variants.items(), key=lambda item: min(item[1](1, calls) for _ in range(3)))
+
+
+def _best_team(teams: list[Team], case: Case, check: bool) -> tuple[Team, int | None]:
+    """The setting of a peer that is fastest for this case, with the case ready; the others' memory is free again."""
+    alive = [team for team in teams if team.alive]
+    if not alive:
+        raise Lacking("all its processes have ended")
+    best, why = alive[0], Lacking("refused")
+    if len(alive) > 1:
+        calls = 5 if case.size_bytes <= 1 << 20 else 1
+        times: list[tuple[float, Team]] = []
+        for team in alive:
+            try:
+                team.prepare(case)
+                times.append((min(team.run(1, calls) for _ in range(3)), team))
+                team.drop()
+            except Lacking as error:
+                why = error
+        if not times:
+            raise why
+        best = min(times, key=lambda entry: entry[0])[1]
+    wrong = best.prepare(case)
+    return best, wrong if check else None
+
+
+def _drop(team: Team) -> None:
+    with contextlib.suppress(Lacking):
+        team.drop()
 
 
 def _enough(rounds: int, spent_s: float, order: Order) -> bool:
@@ -290,6 +325,12 @@ def _enough(rounds: int, spent_s: float, order: Order) -> bool:
 def _yardstick(case: Case) -> Any:
     import unisono._core as core
 
-    size_bytes = case.size_bytes if case.op != "barrier" else 0
+    if case.op.startswith("p2p"):  # one message copied once, by both ends together
+        return core.Yardstick(core.VERBS["broadcast"], case.size_bytes, [], 2)
     splits = [float(n) for n in case.counts] if case.count else []
-    return core.Yardstick(core.VERBS[case.op], size_bytes, splits, case.ranks)
+    return core.Yardstick(core.VERBS[case.op], case.size_bytes if case.op != "barrier" else 0, splits, case.ranks)
+
+
+def peer_titles() -> dict[str, str]:
+    """How the contenders outside unisono are called."""
+    return {"gloo": "gloo", **{name: peer.title for name, peer in PEERS.items()}}
