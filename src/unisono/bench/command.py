@@ -1,295 +1,275 @@
-"""Measure collectives as nccl-tests does, against the memory's limit and against gloo, in one run.
-
-    $ python -m unisono.bench all_reduce -b 8 -e 64M -f 8 -n 2
-
-Without arguments it measures everything the package promises, and says at the end which promises hold.
-"""
+"""The command line of `unisono bench`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import platform
-import re
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+from .apart.cases import FLOATS, ITEM_BYTES, OPS, REDOPS
+from .contenders import KINDS, WAYS, Order
+from .peers import PEERS
+from .plan import (
+    ALIASES,
+    DEFAULT_OPS,
+    UNEVEN_SPLITS,
+    Item,
+    make_items,
+    op_names,
+    parse_bytes,
+    parse_ranks,
+    parse_splits,
+    sizes_between,
+)
+from .ranks import BenchRanks, GivenRanks, StartedRanks, given_size
+from .scaling import SCALING_RANKS, SCALING_SIZES, group_memory, scaling_lines
+from .setup_peers import setup_peers
+from .table import Progress, add_ratios, header, machine_facts, show_bytes, standing_lines, table_head, table_lines
+from .targets import judge, judgement_lines, target_items
 
-from unisono.bench_ops import DTYPES, OPS, REDOPS, Case
-from unisono.bench_rows import Order, join, leave, measure
-from unisono.bench_targets import show_bytes, summarise, summary_lines
-from unisono.testing import RankPool
+FORMAT = "unisono-bench/1"
+AGAINST = ("gloo", *PEERS)
 
-DEFAULT_OPS = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
-CROWDED_SIZES = (8, 16 << 10, 1 << 20, 16 << 20)  # with more ranks than CPUs, unless sizes are given
-MEMORY_SHARE = 0.7  # of what is free may be taken by one row
+EPILOG = f"""\
+operations:
+  {", ".join(OPS)};
+  {" and ".join(ALIASES)}: the same at splits {" ".join(UNEVEN_SPLITS)};
+  all: every one of them; scaling: a table by number of ranks, with the memory a group costs
+  (without any: {" ".join(DEFAULT_OPS)})
 
-TIME_NOTE = """\
-# time: median over rounds; a round's time is that of its slowest rank, per call, over a batch of calls
-# after an untimed call and a barrier. Contenders take turns round by round. gc is off while timing.
-# limit: the least memory traffic of the operation, float32, done by plain threads (one per rank, at most
-# one per CPU) on shared memory between flag barriers. gloo: its own operation; where it has none (uneven
-# all_gather, gather, scatter) the fastest workaround found.
-# algbw = size / time; busbw = algbw x the share of each byte that must cross between ranks (nccl-tests)."""
-
-
-def parse_bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+)([kKmMgG]?)(?:i?[bB])?", text)
-    if not found:
-        raise argparse.ArgumentTypeError(f"expected bytes such as 8, 64K, 256M, got {text!r}")
-    return int(found[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[found[2].lower()]
+examples:
+  unisono bench                                                     the usual tables, against gloo
+  unisono bench all_reduce -b 8 -e 64M -f 8 -n 2                    one operation, some sizes
+  unisono bench all_gather_uneven --splits 1:3,zipf -n 4            uneven chunks
+  unisono bench all_reduce -b 8 -e 8 --calls group,dist,comm_func   what each layer costs
+  unisono bench --setup-peers                                       install the peers, once
+  unisono bench all_reduce --against gloo,openmpi,mpich,intelmpi,oneccl --plot all_reduce.png
+  unisono bench --targets --against all -J targets.json             what is promised, met or missed
+  unisono bench scaling -n 1,2,4,8 --plot scaling.png               how cost grows
+  torchrun --nproc-per-node=2 -m unisono.cli bench all_reduce       on ranks of torchrun or mpiexec
+"""
 
 
-def parse_ranks(text: str) -> list[int]:
-    try:
-        ranks = [int(part) for part in text.split(",")]
-    except ValueError:
-        ranks = []
-    if not ranks or min(ranks) < 1:
-        raise argparse.ArgumentTypeError(f"expected rank counts such as 2 or 2,4,8, got {text!r}")
-    return ranks
+def parse_names(kind: str, known: Sequence[str]) -> Any:
+    def parse(text: str) -> list[str]:
+        if text == "none":
+            return []
+        names = list(known) if text == "all" else text.split(",")
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"expected {kind} of {', '.join(known)}, got {name!r}")
+        return list(dict.fromkeys(names))
 
-
-def parse_splits(text: str) -> list[str]:
-    splits = text.split(",")
-    for split in splits:
-        if split != "even" and not re.fullmatch(r"\d+(:\d+)*", split):
-            raise argparse.ArgumentTypeError(f"expected even, 1:3, 0:1 and the like, got {split!r}")
-        if split != "even" and not any(int(part) for part in split.split(":")):
-            raise argparse.ArgumentTypeError(f"at least one share must be above 0, got {split!r}")
-    return splits
+    return parse
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="unisono bench", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("ops", nargs="*", metavar="op", help=f"of {' '.join(OPS)} (default: {' '.join(DEFAULT_OPS)})")
-    add("-b", dest="least", type=parse_bytes, help="smallest size (default 8)")
-    add("-e", dest="most", type=parse_bytes, help="largest size (default 256M)")
-    add("-f", dest="factor", type=int, help="between sizes (default 4)")
-    add(
-        "-n",
-        dest="ranks",
-        type=parse_ranks,
-        default=[2, 4, 8],
-        help="ranks, several by comma (default 2,4,8)",
+    parser = argparse.ArgumentParser(
+        prog="unisono bench",
+        description="Measure collectives as nccl-tests does, against the memory's limit and against peers, in one run.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add(
+    parser.add_argument("ops", nargs="*", metavar="op", help="operations, see below")
+    what = parser.add_argument_group("what is measured").add_argument
+    what("-b", dest="least", type=parse_bytes, metavar="BYTES", help="smallest size (default 8)")
+    what("-e", dest="most", type=parse_bytes, metavar="BYTES", help="largest size (default 256M)")
+    what("-f", dest="factor", type=int, metavar="N", help="factor between sizes (default 4)")
+    what("-n", "--ranks", type=parse_ranks, metavar="N[,N...]", help="ranks, several by comma (default 2)")
+    what("--dtype", choices=list(ITEM_BYTES), default="float32")
+    what("--redop", choices=REDOPS, default="sum")
+    what(
         "--splits",
         type=parse_splits,
-        default=["even", "1:3"],
-        help="chunks per rank: even, 1:3, 0:1, ..., repeated over the ranks; several by comma",
+        metavar="S[,S...]",
+        help="chunks per rank: even, zipf, or weights such as 1:3 or 0:1, repeated over the ranks (default: even, and "
+        f"{' '.join(UNEVEN_SPLITS)} for the uneven pair)",
     )
-    add("--dtype", choices=list(DTYPES), default="float32")
-    add("--redop", choices=list(REDOPS), default="sum")
-    add("--rounds", type=int, help="rounds per row (default: as many as fit into --seconds, at least 15)")
-    add("--seconds", type=float, default=0.6, help="time per row (default 0.6)")
-    add(
-        "-c",
-        dest="check",
-        type=int,
-        choices=(0, 1),
-        default=1,
-        help="check results before timing (default 1)",
+    what("--heap", action="store_true", help="only tensors in shared memory (default: both kinds)")
+    what("--private", "--ordinary", dest="ordinary", action="store_true", help="only ordinary tensors")
+    what(
+        "--calls",
+        type=parse_names("ways to call", WAYS),
+        default=["group"],
+        metavar="W[,W...]",
+        help=f"ways to call unisono, of {', '.join(WAYS)} (default group: the Group's methods; dist: torch.distributed)",
     )
-    add("--heap", action="store_true", help="only tensors in shared memory (default: both kinds)")
-    add("--private", action="store_true", help="only ordinary tensors")
-    add("--against", choices=("gloo", "none"), default="gloo")
-    add("-J", dest="json", type=Path, metavar="FILE", help="write all numbers as JSON")
+    what(
+        "--against",
+        type=parse_names("peers", AGAINST),
+        default=["gloo"],
+        metavar="P[,P...]",
+        help=f"peers in the same run, of {', '.join(AGAINST)}; all or none (default gloo)",
+    )
+    what("--targets", action="store_true", help="say what is met and missed; without op: measure just what that needs")
+    how = parser.add_argument_group("how").add_argument
+    how("-c", dest="check", type=int, choices=(0, 1), default=1, help="check results before timing (default 1)")
+    how("--rounds", type=int, metavar="N", help="rounds per row (default: as many as fit, at least 15)")
+    how("--seconds", type=float, default=0.6, metavar="S", help="time per row (default 0.6)")
+    how("--setup-peers", action="store_true", help="install the peers named by --against (default: all), then end")
+    output = parser.add_argument_group("output").add_argument
+    output("-J", dest="json", type=Path, metavar="FILE", help="write all numbers as JSON")
+    output("--plot", type=Path, metavar="FILE", help="draw a picture (.png, .svg, .pdf); needs unisono[plot]")
+    output("--html", type=Path, metavar="FILE", help="write a page with tables and pictures that needs nothing else")
     return parser
 
 
-def split_counts(count: int, split: str, ranks: int) -> tuple[int, ...]:
-    """Elements per rank: 8 elements as 1:3 over two ranks are (2, 6)."""
-    weights = [1] * ranks if split == "even" else [int(part) for part in split.split(":")]
-    weights = [weights[r % len(weights)] for r in range(ranks)]
-    if not any(weights):
-        weights[-1] = 1
-    total = sum(weights)
-    bounds = [(2 * count * sum(weights[:r]) + total) // (2 * total) for r in range(ranks + 1)]
-    return tuple(last - first for first, last in pairwise(bounds))
+def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    known = [*op_names(), "all", "scaling"]
+    for op in args.ops:
+        if op not in known:
+            parser.error(f"expected an operation of {', '.join(known)}, got {op!r}")
+    if args.factor is not None and args.factor < 2:
+        parser.error(f"-f: expected a factor of at least 2, got {args.factor}")
+    if args.rounds is not None and args.rounds < 1:
+        parser.error(f"--rounds: expected at least 1, got {args.rounds}")
+    if args.least and args.most and args.least > args.most:
+        parser.error(f"-b {args.least} is more than -e {args.most}")
+    if args.redop in ("band", "bor", "bxor") and args.dtype in FLOATS:
+        parser.error(f"--redop {args.redop} needs an integer --dtype, got {args.dtype}")
+    given = given_size()
+    if given is not None and args.ranks not in (None, [given]):
+        parser.error(f"-n {','.join(map(str, args.ranks))}: the launcher has started {given} ranks")
+    if args.plot is not None:
+        from . import picture
+
+        if not picture.available():
+            parser.error("--plot needs matplotlib: pip install 'unisono[plot]'")
+    for path in (args.json, args.plot, args.html):
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"{path}: there is no folder {path.parent}")
 
 
-def sizes_of(args: argparse.Namespace, ranks: int, cpus: int) -> list[int]:
-    if ranks > cpus and args.least is None and args.most is None and args.factor is None:
-        return list(CROWDED_SIZES)
-    least, most, factor = args.least or 8, args.most or 256 << 20, args.factor or 4
-    sizes = [least]
-    while sizes[-1] * factor <= most:
-        sizes.append(sizes[-1] * factor)
-    return sizes
+def plan(args: argparse.Namespace, cpus: int) -> dict[int, list[Item]]:
+    """Rows by number of ranks."""
+    given = given_size()
+    if args.targets and not args.ops:
+        planned = target_items()
+        return {n: items for n, items in planned.items() if n == given} if given is not None else planned
+    scaling = "scaling" in args.ops
+    ops = [op for op in args.ops if op != "scaling"] or (["all_reduce"] if scaling else list(DEFAULT_OPS))
+    if "all" in ops:
+        ops = op_names()
+    ranks = args.ranks or ([given] if given is not None else list(SCALING_RANKS) if scaling else [2])
+    if scaling and args.least is None and args.most is None and args.factor is None:
+        sizes = list(SCALING_SIZES)
+    else:
+        sizes = sizes_between(args.least or min(8, args.most or 8), args.most or max(256 << 20, args.least or 0), args.factor or 4)
+    ways = tuple(args.calls) or ("group",)
+    return {n: make_items(ops, sizes, args.splits, n, args.dtype, args.redop, ways) for n in ranks}
 
 
-def sections(args: argparse.Namespace, ranks: int, cpus: int) -> Iterator[tuple[str, str, list[Case]]]:
-    """Operation, split and cases of each table."""
-    item = DTYPES[args.dtype].itemsize
-    for op in args.ops or DEFAULT_OPS:
-        for split in args.splits if OPS[op].cut else ["even"]:
-            if op == "barrier":
-                yield op, "-", [Case(op, 0, (0,) * ranks, args.dtype, args.redop)]
-                continue
-            cases: list[Case] = []
-            for size in sizes_of(args, ranks, cpus):
-                count = max(size // item, 1)
-                if OPS[op].cut and split == "even":
-                    count = -(-count // ranks) * ranks
-                counts = split_counts(count, split if OPS[op].cut else "even", ranks)
-                if not cases or cases[-1].count != count:
-                    cases.append(Case(op, count, counts, args.dtype, args.redop))
-            yield op, split, cases
-
-
-def free_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return sys.maxsize
-
-
-def machine_facts(cpus: int) -> dict[str, Any]:
-    import unisono
-
-    model = platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
-    caches = Path("/sys/devices/system/cpu/cpu0/cache")
-    sizes = [p.read_text().strip() for p in sorted(caches.glob("index*/size"))]
-    return {
-        "unisono": getattr(unisono, "__version__", "unknown"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()}",
-        "cpu": model,
-        "cpus": cpus,
-        "caches": sizes,
-        "load": list(os.getloadavg()),
-        "memory_free": free_bytes(),
-        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }
-
-
-def header(facts: dict[str, Any]) -> str:
-    return (
-        f"# unisono {facts['unisono']} bench, {facts['date']}: torch {facts['torch']}, "
-        f"python {facts['python']}, {facts['system']}\n"
-        f"# {facts['cpu']}, {facts['cpus']} CPUs for us, caches {' '.join(facts['caches'])}, "
-        f"{show_bytes(facts['memory_free'])} free, load {facts['load'][0]:.2f}\n" + TIME_NOTE
-    )
-
-
-def table_head(op: str, split: str, ranks: int) -> str:
-    group = f"{'time':>10} {'algbw':>7} {'busbw':>7} {'#wrong':>6}"
-    units = f"{'(us)':>10} {'(GB/s)':>7} {'(GB/s)':>7} {'':>6}"
-    text = (
-        f"#\n# {op}, {ranks} ranks, split {split}\n"
-        f"#{'':>48} {'heap tensors':^33} {'ordinary tensors':^33} {'limit':>10} {'x limit':^13} {'gloo':>10}"
-        f" {'x faster':^13}\n"
-        f"#{'size':>11} {'count':>11} {'type':>8} {'redop':>7} {'root':>6}  {group} {group} {'time':>10}"
-        f" {'heap':>6} {'ordin.':>6} {'time':>10} {'heap':>6} {'ordin.':>6}\n"
-        f"#{'(B)':>11} {'(elements)':>11} {'':>8} {'':>7} {'':>6}  {units} {units} {'(us)':>10}"
-        f" {'':>6} {'':>6} {'(us)':>10}"
-    )
-    return "\n".join(line.rstrip() for line in text.splitlines())
-
-
-def table_row(row: dict[str, Any]) -> str:
-    def number(value: float | None, width: int) -> str:
-        return f"{'-':>{width}}" if value is None else f"{value:>{width}.{2 if value < 100 else 1}f}"
-
-    def time_of(kind: str) -> float | None:
-        return row[kind]["time_us"] if row.get(kind) else None
-
-    def ratio(top: float | None, bottom: float | None) -> str:
-        return number(top / bottom if top is not None and bottom else None, 6)
-
-    parts = [f"{row['size_bytes']:>12} {row['count']:>11} {row['dtype']:>8} {row['redop']:>7} {row['root']:>6} "]
-    heap, private, limit, gloo = (time_of(kind) for kind in ("heap", "private", "limit", "gloo"))
-    for kind in ("heap", "private"):
-        entry = row.get(kind) or {}
-        wrong = row["wrong"].get(kind)
-        parts.append(
-            f"{number(time_of(kind), 10)} {number(entry.get('algbw'), 7)} {number(entry.get('busbw'), 7)}"
-            f" {'N/A' if wrong is None else wrong:>6}"
-        )
-    parts += [number(limit, 10), ratio(heap, limit), ratio(private, limit)]
-    parts += [number(gloo, 10), ratio(gloo, heap), ratio(gloo, private)]
-    return " ".join(parts)
-
-
-def add_bandwidths(row: dict[str, Any]) -> None:
-    for kind in ("heap", "private", "gloo", "limit"):
-        if row.get(kind):
-            row[kind]["algbw"] = row["size_bytes"] / row[kind]["time_us"] * 1e-3
-            row[kind]["busbw"] = row[kind]["algbw"] * OPS[row["op"]].bus(row["ranks"])
-
-
-def run_ranks_of(args: argparse.Namespace, ranks: int, cpus: int, kinds: tuple[str, ...]) -> list[dict[str, Any]]:
-    """All tables for one number of ranks, printed as they come."""
-    gloo = args.against == "gloo"
-    rows: list[dict[str, Any]] = []
-    folder = tempfile.mkdtemp(prefix="unisono-bench-")
+@contextmanager
+def opened(args: argparse.Namespace, size: int, items: list[Item]) -> Iterator[BenchRanks]:
+    gloo = "gloo" in args.against
+    backend = any(way != "group" for item in items for way in item.ways)
+    peers = [name for name in args.against if name in PEERS]
+    ranks: BenchRanks
+    if given_size() is not None:
+        ranks = GivenRanks(gloo, backend, peers)
+    else:
+        ranks = StartedRanks(size, gloo, backend, peers)
     try:
-        with RankPool(ranks, env={"GLOO_SOCKET_IFNAME": "lo"}) as pool:
-            pool.run(join, folder, gloo, timeout_s=300)
-            for op, split, cases in sections(args, ranks, cpus):
-                print(table_head(op, split, ranks), flush=True)
-                for case in cases:
-                    used = kinds if op != "barrier" else kinds[:1]
-                    need = (len(used) + 1) * OPS[op].buffers(ranks) * case.size_bytes
-                    if need > MEMORY_SHARE * free_bytes():
-                        print(f"# {show_bytes(case.size_bytes)} left out: needs {show_bytes(need)}", flush=True)
-                        continue
-                    order = Order(used, gloo, bool(args.check), args.rounds, args.seconds)
-                    row = pool.run(measure, case, order, timeout_s=900)[0]
-                    assert row is not None
-                    row["split"] = split
-                    add_bandwidths(row)
-                    rows.append(row)
-                    print(table_row(row), flush=True)
-                    if row["gloo_lacks"]:
-                        print(f"# gloo: {row['gloo_lacks']}", flush=True)
-            pool.run(leave)
+        yield ranks
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return rows
+        ranks.close()
+
+
+def run(args: argparse.Namespace, planned: dict[int, list[Item]]) -> dict[str, Any] | None:
+    """All rows, printed as they come; what JSON would hold, or None on a rank that does not lead."""
+    facts = machine_facts()
+    kinds = tuple(kind for kind in KINDS if getattr(args, kind)) or KINDS
+    document: dict[str, Any] = {"format": FORMAT, "machine": facts, "command": sys.argv[1:], "peers": {}, "rows": []}
+    progress: Progress | None = None
+    scaling = "scaling" in args.ops
+    memory: dict[int, dict[str, Any]] = {}
+    for size, items in planned.items():
+        with opened(args, size, items) as ranks:
+            say = print if ranks.leads else _nothing
+            if progress is None:
+                progress = Progress(sum(map(len, planned.values())) if ranks.leads else 0)
+                say(header(facts), flush=True)
+            document["peers"] |= ranks.facts["libraries"]
+            for name, library in ranks.facts["libraries"].items():
+                say(f"# {name}: {library}")
+            for name, why in ranks.facts["lacks"].items():
+                say(f"# {name} lacking: {why}")
+            if scaling:
+                memory[size] = ranks.call(group_memory)[0]
+            table = None
+            for item in items:
+                case = item.case
+                if item.table != table:
+                    say(table_head(case.op, item.split, case.ranks), flush=True)
+                    table = item.table
+                if ranks.leads:
+                    progress.show(f"{case.op} {show_bytes(case.size_bytes)}, {case.ranks} ranks")
+                used = kinds if case.op != "barrier" else kinds[:1]
+                order = Order(used, item.ways, "gloo" in args.against, bool(args.check), args.rounds, args.seconds)
+                row = ranks.measure(case, order)
+                if row is None:
+                    continue
+                row["split"] = item.split
+                if "results" in row:
+                    add_ratios(row)
+                document["rows"].append(row)
+                progress.step()
+                say("\n".join(table_lines(row)), flush=True)
+            leads = ranks.leads
+    if scaling:
+        document["memory"] = {str(size): facts for size, facts in memory.items()}
+    return document if leads else None
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What ranks that do not lead print."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
-    for op in args.ops:
-        if op not in OPS:
-            parser.error(f"expected an operation of {', '.join(OPS)}, got {op!r}")
-    if args.factor is not None and args.factor < 2:
-        parser.error(f"-f: expected a factor of at least 2, got {args.factor}")
-    if args.redop in ("band", "bor", "bxor") and DTYPES[args.dtype].is_floating_point:
-        parser.error(f"--redop {args.redop} needs an integer --dtype, got {args.dtype}")
-    cpus = len(os.sched_getaffinity(0))
-    kinds = tuple(kind for kind in ("heap", "private") if getattr(args, kind)) or ("heap", "private")
-    facts = machine_facts(cpus)
+    if args.setup_peers:
+        named = [name for name in args.against if name in PEERS]
+        return 1 if setup_peers(named or list(PEERS)) else 0
+    check_args(parser, args)
     start = time.monotonic()
-    print(header(facts), flush=True)
-    rows: list[dict[str, Any]] = []
-    for ranks in args.ranks:
-        rows += run_ranks_of(args, ranks, cpus, kinds)
-    findings = summarise(rows, cpus)
-    wrong = sum(count or 0 for row in rows for count in row["wrong"].values())
-    print("#", *summary_lines(findings), sep="\n")
+    document = run(args, plan(args, len(os.sched_getaffinity(0))))
+    if document is None:
+        return 0
+    rows = document["rows"]
+    wrong = sum(result["wrong"] or 0 for row in rows for result in row.get("results", {}).values())
+    print("#")
+    if "memory" in document:
+        print("\n".join(scaling_lines(document)))
+    if standing := standing_lines(rows):
+        print("\n".join(standing))
+    if args.targets:
+        document["targets"] = judge(rows)
+        print("\n".join(judgement_lines(document["targets"])))
     checked = f"wrong elements: {wrong}" if args.check else "results not checked"
     print(f"# {len(rows)} rows in {time.monotonic() - start:.0f} s, {checked}")
-    if args.json is not None:
-        args.json.write_text(json.dumps({"machine": facts, "rows": rows, "targets": findings}, indent=1))
+    write(args, document)
     return 1 if wrong else 0
+
+
+def write(args: argparse.Namespace, document: dict[str, Any]) -> None:
+    """The files asked for."""
+    if args.json is not None:
+        args.json.write_text(json.dumps(document, indent=1))
+    if args.plot is not None:
+        from . import picture
+
+        picture.draw(document, args.plot)
+    if args.html is not None:
+        from . import page
+
+        args.html.write_text(page.make(document))
 
 
 if __name__ == "__main__":

@@ -17,12 +17,17 @@ DEFAULT_OPS = ("all_reduce", "all_gather", "all_gather_uneven", "reduce_scatter"
 
 
 @dataclass(frozen=True)
-class Section:
-    """One table: an operation at one split, its rows by size."""
+class Item:
+    """One row to be measured."""
 
-    op: str
+    case: Case
     split: str
-    cases: tuple[Case, ...]
+    ways: tuple[str, ...] = ("group",)
+
+    @property
+    def table(self) -> tuple[str, str, int, str]:
+        """Rows with the same stand under one head."""
+        return self.case.op, self.split, self.case.ranks, self.case.dtype
 
 
 def parse_bytes(text: str) -> int:
@@ -97,23 +102,23 @@ def make_case(op: str, size: int, split: str, ranks: int, dtype: str, redop: str
     return Case(op, count, split_counts(count, split if OPS[op].cut else "even", ranks), dtype, redop)
 
 
-def sections_of(
-    ops: Sequence[str], sizes: Sequence[int], splits: Sequence[str] | None, ranks: int, dtype: str, redop: str
-) -> list[Section]:
-    """The tables of a run on `ranks` ranks."""
-    found: list[Section] = []
+def make_items(
+    ops: Sequence[str],
+    sizes: Sequence[int],
+    splits: Sequence[str] | None,
+    ranks: int,
+    dtype: str = "float32",
+    redop: str = "sum",
+    ways: tuple[str, ...] = ("group",),
+) -> list[Item]:
+    """The rows of a run on `ranks` ranks, each once, table by table."""
+    found: dict[Item, None] = {}
     for name in ops:
         op = ALIASES.get(name, name)
         if op.startswith("p2p") and ranks < 2:
             continue
         chosen = splits or (UNEVEN_SPLITS if name in ALIASES else ("even",))
         for split in chosen if OPS[op].cut else ("-",):
-            cases: list[Case] = []
             for size in sizes if op != "barrier" else [0]:
-                case = make_case(op, size, split, ranks, dtype, redop)
-                if not cases or cases[-1].count != case.count:
-                    cases.append(case)
-            section = Section(op, split, tuple(cases))
-            if section not in found:
-                found.append(section)
-    return found
+                found[Item(make_case(op, size, split, ranks, dtype, redop), split, ways)] = None
+    return list(found)

@@ -38,12 +38,6 @@ class Ratio:
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "verdict": self.verdict}
 
-    def __str__(self) -> str:
-        if self.low is None or self.high is None:
-            return f"?{short(self.ratio)}"
-        mark = "~" if self.verdict == "noise" else ""
-        return f"{mark}{short(self.ratio)} [{short(self.low)},{short(self.high)}]"
-
 
 def short(value: float) -> str:
     """Three digits that count: 0.98, 12.3, 456."""
