@@ -1,4 +1,4 @@
-"""`unisono bench`: collectives measured as nccl-tests does it, against the memory's limit and against peers, in one run.
+"""`unisono bench`: collectives measured as nccl-tests does, against the memory's limit and against peers, in one run.
 
     python -m unisono.cli bench all_reduce -b 8 -e 64M -f 8 -n 2
 

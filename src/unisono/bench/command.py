@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -98,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=parse_names("ways to call", WAYS),
         default=["group"],
         metavar="W[,W...]",
-        help=f"ways to call unisono, of {', '.join(WAYS)} (default group: the Group's methods; dist: torch.distributed)",
+        help=f"ways to call unisono, of {', '.join(WAYS)} (default group: its methods)",
     )
     what(
         "--against",
@@ -115,6 +114,7 @@ def make_parser() -> argparse.ArgumentParser:
     how("--setup-peers", action="store_true", help="install the peers named by --against (default: all), then end")
     output = parser.add_argument_group("output").add_argument
     output("-J", dest="json", type=Path, metavar="FILE", help="write all numbers as JSON")
+    output("--from", dest="source", type=Path, metavar="FILE", help="measure nothing; show what -J wrote earlier")
     output("--plot", type=Path, metavar="FILE", help="draw a picture (.png, .svg, .pdf); needs unisono[plot]")
     output("--html", type=Path, metavar="FILE", help="write a page with tables and pictures that needs nothing else")
     return parser
@@ -146,7 +146,7 @@ def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
             parser.error(f"{path}: there is no folder {path.parent}")
 
 
-def plan(args: argparse.Namespace, cpus: int) -> dict[int, list[Item]]:
+def plan(args: argparse.Namespace) -> dict[int, list[Item]]:
     """Rows by number of ranks."""
     given = given_size()
     if args.targets and not args.ops:
@@ -160,7 +160,9 @@ def plan(args: argparse.Namespace, cpus: int) -> dict[int, list[Item]]:
     if scaling and args.least is None and args.most is None and args.factor is None:
         sizes = list(SCALING_SIZES)
     else:
-        sizes = sizes_between(args.least or min(8, args.most or 8), args.most or max(256 << 20, args.least or 0), args.factor or 4)
+        sizes = sizes_between(
+            args.least or min(8, args.most or 8), args.most or max(256 << 20, args.least or 0), args.factor or 4
+        )
     ways = tuple(args.calls) or ("group",)
     return {n: make_items(ops, sizes, args.splits, n, args.dtype, args.redop, ways) for n in ranks}
 
@@ -227,6 +229,21 @@ def run(args: argparse.Namespace, planned: dict[int, list[Item]]) -> dict[str, A
     return document if leads else None
 
 
+def recall(path: Path) -> dict[str, Any]:
+    """An earlier run, printed as it was then."""
+    document: dict[str, Any] = json.loads(path.read_text())
+    if document.get("format") != FORMAT:
+        raise SystemExit(f"unisono bench: {path}: expected format {FORMAT}, got {document.get('format')}")
+    print(header(document["machine"]))
+    table = None
+    for row in document["rows"]:
+        if (row["op"], row["split"], row["ranks"], row["dtype"]) != table:
+            table = (row["op"], row["split"], row["ranks"], row["dtype"])
+            print(table_head(row["op"], row["split"], row["ranks"]))
+        print("\n".join(table_lines(row)))
+    return document
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """What ranks that do not lead print."""
 
@@ -239,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1 if setup_peers(named or list(PEERS)) else 0
     check_args(parser, args)
     start = time.monotonic()
-    document = run(args, plan(args, len(os.sched_getaffinity(0))))
+    document = recall(args.source) if args.source is not None else run(args, plan(args))
     if document is None:
         return 0
     rows = document["rows"]

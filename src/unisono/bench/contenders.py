@@ -81,7 +81,10 @@ def contenders_of(groups: Groups, case: Case, order: Order) -> tuple[list[Conten
         found, lacks = _matmul_contenders(groups, case, order)
         return found, lacks, []
     found, lacks = [], {}
-    jobs = {kind: Job.make(case, groups.direct.rank, unisono.empty if kind == "heap" else torch.empty) for kind in order.kinds}
+    jobs = {
+        kind: Job.make(case, groups.direct.rank, unisono.empty if kind == "heap" else torch.empty)
+        for kind in order.kinds
+    }
     for way in order.ways:
         for kind, job in jobs.items():
             name = kind if way == "group" else f"{way} {kind}"

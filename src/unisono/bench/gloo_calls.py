@@ -55,16 +55,20 @@ def _reduce_scatter_choices(job: Job, group: Any) -> dict[str, Call]:
     x: Any = job.input
     y: Any = job.output
     counts, redop = list(job.case.counts), REDOPS[job.case.redop]
-    copies = list(torch.empty_like(x).split(counts))
+    copies: Any = torch.empty_like(x)
     whole: Any = torch.empty_like(x)
-    choices = {
+    choices: dict[str, Call] = {
         "list reduce_scatter": partial(dist.reduce_scatter, y, list(x.split(counts)), redop, group=group),
-        "all_reduce of a copy": partial(_scatter_by_all_reduce, y, x, whole, counts, job.rank, redop, group),
-        "all_reduce per rank": partial(_scatter_by_reduces, y, list(x.split(counts)), copies, job.rank, redop, group),
+        "all_reduce of a copy": partial(
+            _scatter_by_all_reduce, y, x, whole, whole.split(counts)[job.rank], redop, group
+        ),
+        "all_reduce per rank": partial(
+            _scatter_by_reduces, y, list(x.split(counts)), list(copies.split(counts)), job.rank, redop, group
+        ),
     }
     if job.case.even:
-        choices["reduce_scatter_tensor"] = torch_call(job, group)  # type: ignore[assignment]
-    return choices  # type: ignore[return-value]
+        choices["reduce_scatter_tensor"] = torch_call(job, group)
+    return choices
 
 
 def _wait(works: list[Any]) -> None:
@@ -105,11 +109,11 @@ def _all_gather_by_p2p(slots: list[torch.Tensor], x: torch.Tensor, rank: int, gr
 
 
 def _scatter_by_all_reduce(
-    y: torch.Tensor, x: torch.Tensor, whole: torch.Tensor, counts: list[int], rank: int, redop: Any, group: Any
+    y: torch.Tensor, x: torch.Tensor, whole: torch.Tensor, mine: torch.Tensor, redop: Any, group: Any
 ) -> None:
     whole.copy_(x)
     dist.all_reduce(whole, redop, group=group)
-    y.copy_(whole.split(counts)[rank])
+    y.copy_(mine)
 
 
 def _scatter_by_reduces(

@@ -221,7 +221,9 @@ def start_team(peer: Peer, setting: Setting, ranks: int, folder: str) -> Team:
     return Team(setting.name, command, env, ranks, place)
 
 
-def start_teams(names: list[str], ranks: int, crowded: bool, folder: str) -> tuple[dict[str, list[Team]], dict[str, str]]:
+def start_teams(
+    names: list[str], ranks: int, crowded: bool, folder: str
+) -> tuple[dict[str, list[Team]], dict[str, str]]:
     """Teams by peer, with what each peer lacks entirely."""
     teams: dict[str, list[Team]] = {}
     lacks: dict[str, str] = {}

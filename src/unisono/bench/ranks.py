@@ -118,9 +118,7 @@ def _meet() -> tuple[Group, str]:
         if group.rank == 0:
             store.set("unisono/bench/folder", tempfile.mkdtemp(prefix="unisono-bench-"))
         return group, store.get("unisono/bench/folder").decode()
-    rank, size = next(
-        (int(os.environ[rank]), int(os.environ[size])) for rank, size in MPI_NAMES if rank in os.environ
-    )
+    rank, size = next((int(os.environ[rank]), int(os.environ[size])) for rank, size in MPI_NAMES if rank in os.environ)
     folder = _folder_of_launcher(rank)
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 

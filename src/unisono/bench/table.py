@@ -1,6 +1,7 @@
 """The text a run prints: nccl-tests' columns first, one line per contender, and `#` before whatever is not a number.
 
-The first nine columns are those of nccl-tests, in its order: size, count, type, redop, root, time, algbw, busbw, #wrong.
+The first nine columns are those of nccl-tests, in its order: size, count, type, redop, root, time, algbw, busbw,
+#wrong.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from .ratios import compare, short
 from .rows import free_bytes
 
 NOTE = """\
-# time: median over rounds, in us; a round's time is its slowest rank's, per call, over a batch of calls after an untimed
-# call and a barrier. min and p95 are over the same rounds. Contenders take turns round by round; gc is off meanwhile.
+# time: median over rounds, in us; a round's time is its slowest rank's, per call, over a batch of calls after an
+# untimed call and a barrier; min and p95 are over the same rounds. Contenders take turns round by round.
 # algbw = size / time; busbw = algbw x the share of each byte that must cross between ranks (docs/bench.md).
 # limit: the least memory traffic of the operation, float32, done by plain threads (one per rank, at most one per CPU)
 # on shared memory between flag barriers, in the same rounds. x limit: time / limit.
@@ -155,7 +156,9 @@ def standing_lines(rows: list[dict[str, Any]]) -> list[str]:
     lines = ["# unisono against the others, in cells (size by operation):"] if counts else []
     for (name, kind), cells in counts.items():
         numbers = [len(cells.get(verdict, [])) for verdict in ("slower", "faster", "noise")]
-        text = f"#   {name:<10} {kind:<9} ahead in {numbers[0]}, behind in {numbers[1]}, within the noise in {numbers[2]}"
+        text = (
+            f"#   {name:<10} {kind:<9} ahead in {numbers[0]}, behind in {numbers[1]}, within the noise in {numbers[2]}"
+        )
         behind = cells.get("faster", [])
         if behind:
             text += f"; behind: {'; '.join(behind[:4])}{' ...' if len(behind) > 4 else ''}"

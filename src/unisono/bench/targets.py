@@ -18,6 +18,7 @@ MPI = ("openmpi", "mpich", "intelmpi")
 EVERYBODY = ("gloo", *MPI, "oneccl")
 PAIR = ("all_gather", "reduce_scatter")
 TRIO = ("all_reduce", *PAIR)
+SKEWS = ("1:3", "1:15", "0:1")
 WAYS_OF_TINY = ("group", "dist", "comm_func")
 
 # A quantity of one row, given all rows; None where it was not measured.
@@ -124,9 +125,7 @@ def _pairs(text: str, sizes: tuple[int, ...], bounds: dict[str, tuple[float, flo
 LARGE = "64 MiB"
 MIDDLE = "256 KiB and 1 MiB"
 TARGETS: tuple[Target, ...] = (
-    *_pairs(
-        LARGE, (64 * MIB,), {"all_reduce": (1.25, 1.7), "all_gather": (1.25, 1.5), "reduce_scatter": (1.25, 1.7)}
-    ),
+    *_pairs(LARGE, (64 * MIB,), {"all_reduce": (1.25, 1.7), "all_gather": (1.25, 1.5), "reduce_scatter": (1.25, 1.7)}),
     *_pairs(MIDDLE, (256 * KIB, MIB), dict.fromkeys(TRIO, (1.6, 2.2))),
     *(
         Target("8 B in place", f"{way} {kind}".strip(), time_us, bound, "us", ("all_reduce",), (8,))
@@ -137,29 +136,26 @@ TARGETS: tuple[Target, ...] = (
     Target("1 MiB, 4 ranks", "heap", times_limit, 1.6, "x limit", ("all_reduce",), (MIB,), ranks=4),
     Target("8 B, 8 ranks", "heap", time_us, 35.0, "us", ("all_reduce",), (8,), ranks=8),
     Target("1 MiB, 8 ranks", "heap", times_limit, 2.0, "x limit", ("all_reduce",), (MIB,), ranks=8),
-    Target(
-        "bfloat16 64 MiB", "heap", times_float32, 1.2, "x float32", ("all_reduce",), (64 * MIB,), dtype="bfloat16"
-    ),
+    Target("bfloat16 64 MiB", "heap", times_float32, 1.2, "x float32", ("all_reduce",), (64 * MIB,), dtype="bfloat16"),
     *(
         Target(
-            "uneven, 16 MiB and up", "heap", times_limit, 1.3, "x limit", (op,), (16 * MIB, 64 * MIB),
-            ("even", "1:3", "1:15", "0:1"),
+            "uneven, 16 MiB and up", "heap", times_limit, 1.3, "x limit", (op,), (16 * MIB, 64 * MIB), ("even", *SKEWS)
         )
         for op in PAIR
     ),
     *(
-        Target(
-            "skewed against even", "heap", times_even, 1.1, "x even", (op,), (16 * MIB, 64 * MIB), ("1:3", "1:15", "0:1")
-        )
+        Target("skewed against even", "heap", times_even, 1.1, "x even", (op,), (16 * MIB, 64 * MIB), SKEWS)
         for op in PAIR
     ),
-    Target("64 MiB against MPI", "heap", ahead_of(MPI), 1.5, "x faster", ("all_gather",), (64 * MIB,), ("1:3",), at_least=True),
-    Target("64 MiB against MPI", "heap", ahead_of(MPI), 4.0, "x faster", ("reduce_scatter",), (64 * MIB,), ("1:3",), at_least=True),
+    *(
+        Target("against MPI", "heap", ahead_of(MPI), bound, "x faster", (op,), (64 * MIB,), ("1:3",), at_least=True)
+        for op, bound in (("all_gather", 1.5), ("reduce_scatter", 4.0))
+    ),
     *(
         Target("nobody is faster", kind, ahead_of(EVERYBODY), 1.0, "x faster", at_least=True, noise=True)
         for kind in ("heap", "ordinary")
     ),
-)  # fmt: skip
+)
 
 
 def target_items() -> dict[int, list[Item]]:

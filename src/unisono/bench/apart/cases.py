@@ -61,9 +61,7 @@ class Op:
 OPS: dict[str, Op] = {
     "all_reduce": Op("combine over all ranks, in place", lambda n: 2 * (n - 1) / n, lambda n: n, reduces=True),
     "all_gather": Op("every rank's chunk to all ranks", _all_but_one, lambda n: n + 1, cut=True),
-    "reduce_scatter": Op(
-        "combine, each rank keeps its chunk", _all_but_one, lambda n: n + 1, reduces=True, cut=True
-    ),
+    "reduce_scatter": Op("combine, each rank keeps its chunk", _all_but_one, lambda n: n + 1, reduces=True, cut=True),
     "broadcast": Op("the root's tensor to all ranks", _one, lambda n: n, rooted=True),
     "reduce": Op("combine into the root's tensor", _one, lambda n: n, reduces=True, rooted=True),
     "gather": Op("every rank's chunk to the root", _all_but_one, lambda n: 2, rooted=True, cut=True),
@@ -71,7 +69,9 @@ OPS: dict[str, Op] = {
     "all_to_all": Op("a chunk from each rank to each rank", _all_but_one, lambda n: 2 * n, cut=True),
     "barrier": Op("all wait for all", lambda n: 0.0, lambda n: 0),
     "p2p_latency": Op("send there and back between the first and the last rank", _one, lambda n: 4, messages=2),
-    "p2p_bandwidth": Op(f"{WINDOW} sends in flight from the first to the last rank", _one, lambda n: 4, messages=WINDOW),
+    "p2p_bandwidth": Op(
+        f"{WINDOW} sends in flight from the first to the last rank", _one, lambda n: 4, messages=WINDOW
+    ),
     "matmul_all_reduce": Op(
         f"x[m, {MATMUL_K}] @ w[{MATMUL_K}, {MATMUL_N}], summed over the ranks; size is the result's",
         lambda n: 2 * (n - 1) / n,
@@ -140,17 +140,15 @@ class Case:
     def expected(self, rank: int) -> list[Piece] | None:
         """What this rank's result must hold, piece by piece; None if it has no result."""
         mine, first = self.counts[rank], self.start(rank)
-        if self.op == "barrier" or (self.op == "gather" and rank != ROOT):
+        if self.op == "barrier" or (self.op in ("gather", "reduce") and rank != ROOT):  # gloo spoils them in a reduce
             return None
         if self.op in ("p2p_latency", "p2p_bandwidth"):
             other = {0: self.ranks - 1, self.ranks - 1: 0}.get(rank)
             if other is None or (self.op == "p2p_bandwidth" and rank == 0):  # nothing comes back but a note
                 return None
             return [Piece(self.values(other), 0, self.count)]
-        if self.op == "all_reduce" or (self.op == "reduce" and rank == ROOT):
+        if self.op in ("all_reduce", "reduce"):
             return [Piece(self.combined(), 0, self.count)]
-        if self.op == "reduce":  # the others' tensors are untouched
-            return [Piece(self.values(rank), 0, self.count)]
         if self.op == "broadcast":
             return [Piece(self.values(ROOT), 0, self.count)]
         if self.op == "reduce_scatter":

@@ -85,9 +85,7 @@ class CclJob:
         x, y = (None if a is None else a.ctypes.data for a in (self.arrays.input, self.arrays.output))
         redop = _REDOPS.get(case.redop, 0)
         kind = _TYPES[case.dtype]
-        return CaseStruct(
-            _NUMBERS[case.op], x, y, sent, received, case.ranks, case.count, case.even, kind, redop, rank
-        )
+        return CaseStruct(_NUMBERS[case.op], x, y, sent, received, case.ranks, case.count, case.even, kind, redop, rank)
 
     def _loop(self, case: CaseStruct, calls: int) -> float:
         seconds = float(self.library.unisono_ccl_run(ctypes.byref(case), calls))
