@@ -1,9 +1,10 @@
 """One row of the benchmark, as its ranks measure it.
 
 Rank 0 leads. In every round each contender has its turn: unisono on heap and on ordinary tensors, gloo, each peer's
-team of processes, and the limit (`_core.Yardstick`, plain threads in rank 0's process). The order rotates, so that
-whatever one contender leaves behind, and whatever else the machine does, hits all of them alike. Between turns all
-other ranks, of unisono and of the peers, sleep in a socket: nothing spins while another contender is measured.
+team of processes, and the limit (`_core.Yardstick`, plain threads in rank 0's process). The order is another one in
+every round, so that whatever one contender leaves behind, and whatever else the machine does, hits all of them alike.
+Between turns all other ranks, of unisono and of the peers, sleep in a socket: nothing spins while another contender is
+measured.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -265,11 +267,10 @@ def _take_turns(
         once = take(name, fewest)
         if once is not None:
             rounds[name] = (max(fewest, min(MOST_CALLS, int(turn_s / max(once, 1e-9)))), [])
+    shuffle = random.Random(0)
     start, done = time.monotonic(), 0
     while not _enough(done, time.monotonic() - start, order):
-        names = list(rounds)
-        shift = done % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in shuffle.sample(list(rounds), len(rounds)):
             batch, seconds = rounds[name]
             took = take(name, batch)
             if took is not None:
