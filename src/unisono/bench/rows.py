@@ -14,7 +14,7 @@ import gc
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,7 @@ class Stage:
 
     groups: Groups
     channels: list[Channel]  # rank 0: to every other rank; the others: to rank 0
+    cpus: set[int]  # that any of the ranks may use
     teams: dict[str, list[Team]] = field(default_factory=dict)
     lacks: dict[str, str] = field(default_factory=dict)
 
@@ -76,12 +77,33 @@ def join(group: Group, folder: str, gloo: bool, backend: bool, peers: list[str])
             groups.backend = dist.new_group(backend="unisono")
         except (ValueError, RuntimeError, ImportError) as error:
             groups.backend_lacks = str(error).splitlines()[0]
-    _stage = Stage(groups, channels)
+    _stage = Stage(groups, channels, _all_cpus(group.rank, channels))
     if group.rank == 0 and peers:
-        crowded = group.size > len(os.sched_getaffinity(0))
-        _stage.teams, _stage.lacks = start_teams(peers, group.size, crowded, folder)
+        with _using(_stage.cpus):
+            crowded = group.size > len(_stage.cpus)
+            _stage.teams, _stage.lacks = start_teams(peers, group.size, crowded, folder)
     libraries = {name: _stage.teams[name][0].library for name in _stage.teams}
     return {"libraries": libraries, "lacks": _stage.lacks}
+
+
+def _all_cpus(rank: int, channels: list[Channel]) -> set[int]:
+    """The CPUs of all ranks together, on rank 0: a launcher may have bound each rank to its own."""
+    mine = os.sched_getaffinity(0)
+    if rank != 0:
+        channels[0].send(sorted(mine))
+        return mine
+    return mine.union(*(channel.receive(SILENCE_S) for channel in channels))
+
+
+@contextlib.contextmanager
+def _using(cpus: set[int]) -> Iterator[None]:
+    """What is started inside, processes and threads, may use these CPUs."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def leave(group: Group) -> None:
@@ -108,7 +130,7 @@ def measure(group: Group, case: Case, order: Order) -> dict[str, Any] | None:
     row: dict[str, Any] = {
         "op": case.op,
         "ranks": case.ranks,
-        "crowded": case.ranks > len(os.sched_getaffinity(0)),
+        "crowded": case.ranks > len(stage.cpus),
         "counts": list(case.counts),
         "size_bytes": case.size_bytes,
         "count": case.count,
@@ -202,7 +224,7 @@ def _lead(
     lacks: dict[str, str],
     wrong: dict[str, int | None],
 ) -> dict[str, Any]:
-    crowded = case.ranks > len(os.sched_getaffinity(0))
+    crowded = case.ranks > len(stage.cpus)
     warmup = 1 if case.size_bytes <= WARM_BYTES else 0
 
     def local_turn(number: int) -> Turn:
@@ -222,7 +244,8 @@ def _lead(
             turns.setdefault(contender.name, {})[contender.variant] = local_turn(number)
         chosen = {name: _fastest(variants, case) for name, variants in turns.items()}
         if LIMIT not in chosen:
-            yardstick = _yardstick(case)
+            with _using(stage.cpus):
+                yardstick = _yardstick(case)
             variant = f"{yardstick.variant}, {yardstick.threads} threads"
             chosen[LIMIT] = (variant, lambda untimed, calls: float(yardstick.round(calls, untimed)))
         lacks |= {name: why for name, why in stage.lacks.items() if name not in stage.teams}

@@ -22,38 +22,45 @@ IDLE_MEMORY_BYTES = 1 << 20  # promised per rank and group
 
 
 def held_bytes() -> int:
-    """Memory of this process: its share of every page it touched, and memfd pages that nobody touched yet."""
+    """Memory of this process: its share of every page it touched; of its heap, also pages nobody touched yet."""
     shares: dict[str, int] = {}
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         name, _, rest = line.partition(":")
         if name in ("Pss_Anon", "Pss_Shmem"):
             shares[name] = int(rest.split()[0]) << 10
-    reserved = 0
+    heaps: dict[int, int] = {}  # of this rank and of its peers, which it holds open: by inode
     for fd in os.listdir("/proc/self/fd"):
         try:
             if "memfd:unisono" in os.readlink(f"/proc/self/fd/{fd}"):
-                reserved += os.stat(f"/proc/self/fd/{fd}").st_blocks * 512
+                found = os.stat(f"/proc/self/fd/{fd}")
+                heaps[found.st_ino] = found.st_blocks * 512
         except OSError:
             continue  # the listing's own fd
+    reserved = sum(heaps.values()) // max(len(heaps), 1)
     return shares.get("Pss_Anon", 0) + max(shares.get("Pss_Shmem", 0), reserved)
 
 
 def group_memory(group: Group) -> dict[str, Any]:
     """Bytes that one more group costs each rank while it is idle: the mean over ranks, and the most."""
     everybody = list(range(group.size))
-    group.barrier()
-    before = held_bytes()
-    groups = [group.split(everybody) for _ in range(GROUPS)]
-    for made in groups:
-        assert made is not None
-        made.barrier()
-    group.barrier()
-    mine = torch.tensor([(held_bytes() - before) / GROUPS], dtype=torch.float64)
-    group.barrier()
+    groups: list[Any] = []
+
+    def grow() -> int:
+        for _ in range(GROUPS):
+            made = group.split(everybody)
+            assert made is not None
+            made.barrier()
+            groups.append(made)
+        group.barrier()
+        held = held_bytes()
+        group.barrier()
+        return held
+
+    before = grow()  # what only the first groups of a process cost is no part of it
+    mine = torch.tensor([(grow() - before) / GROUPS], dtype=torch.float64)
     shown = torch.empty(group.size, dtype=torch.float64)
     group.all_gather(shown, mine)
     for made in groups:
-        assert made is not None
         made.close()
     return {"mean_bytes": float(shown.mean()), "most_bytes": float(shown.max())}
 
