@@ -204,12 +204,12 @@ def run(args: argparse.Namespace, planned: dict[int, list[Item]]) -> dict[str, A
                 say(f"# {name} lacking: {why}")
             if scaling:
                 memory[size] = ranks.call(group_memory)[0]
-            table = None
+            table, told = None, set[str]()
             for item in items:
                 case = item.case
                 if item.table != table:
                     say(table_head(case.op, item.split, case.ranks), flush=True)
-                    table = item.table
+                    table, told = item.table, set()
                 if ranks.leads:
                     progress.show(f"{case.op} {show_bytes(case.size_bytes)}, {case.ranks} ranks")
                 used = kinds if case.op != "barrier" else kinds[:1]
@@ -222,7 +222,7 @@ def run(args: argparse.Namespace, planned: dict[int, list[Item]]) -> dict[str, A
                     add_ratios(row)
                 document["rows"].append(row)
                 progress.step()
-                say("\n".join(table_lines(row)), flush=True)
+                say("\n".join(table_lines(row, told)), flush=True)
             leads = ranks.leads
     if scaling:
         document["memory"] = {str(size): facts for size, facts in memory.items()}
@@ -235,12 +235,12 @@ def recall(path: Path) -> dict[str, Any]:
     if document.get("format") != FORMAT:
         raise SystemExit(f"unisono bench: {path}: expected format {FORMAT}, got {document.get('format')}")
     print(header(document["machine"]))
-    table = None
+    table, told = None, set[str]()
     for row in document["rows"]:
         if (row["op"], row["split"], row["ranks"], row["dtype"]) != table:
-            table = (row["op"], row["split"], row["ranks"], row["dtype"])
+            table, told = (row["op"], row["split"], row["ranks"], row["dtype"]), set()
             print(table_head(row["op"], row["split"], row["ranks"]))
-        print("\n".join(table_lines(row)))
+        print("\n".join(table_lines(row, told)))
     return document
 
 

@@ -99,7 +99,8 @@ def _all_cpus(rank: int, channels: list[Channel]) -> set[int]:
 def _using(cpus: set[int]) -> Iterator[None]:
     """What is started inside, processes and threads, may use these CPUs."""
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus)
+    with contextlib.suppress(OSError):  # where that is forbidden, they share what this rank has
+        os.sched_setaffinity(0, cpus)
     try:
         yield
     finally:

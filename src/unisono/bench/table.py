@@ -113,8 +113,8 @@ def table_head(op: str, split: str, ranks: int) -> str:
     return "\n".join(lines)
 
 
-def table_lines(row: dict[str, Any]) -> list[str]:
-    """A row as text: one line per contender, then what is lacking."""
+def table_lines(row: dict[str, Any], told: set[str]) -> list[str]:
+    """A row as text: one line per contender, then what is lacking and was not `told` in this table yet."""
     if "left_out" in row:
         return [f"# {show_bytes(row['size_bytes'])} left out: needs {show_bytes(row['left_out'])}"]
     limit = row[LIMIT]["time_us"] if row[LIMIT] else None
@@ -130,7 +130,9 @@ def table_lines(row: dict[str, Any]) -> list[str]:
         text = " ".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS, strict=True))
         ratios = [_ratio_text(result["ratios"].get(kind)) for kind in KINDS]
         lines.append(f"{text}  {name:<16} {ratios[0]:<19} {ratios[1]:<19} {result['variant']}".rstrip())
-    lines += [f"#   {name} lacking: {why}" for name, why in row["lacks"].items()]
+    lacking = [f"#   {name} lacking: {why}" for name, why in row["lacks"].items()]
+    lines += [line for line in lacking if line not in told]
+    told.update(lacking)
     return lines
 
 
