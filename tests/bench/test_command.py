@@ -1,5 +1,7 @@
 """`unisono bench` as people run it: its text read as a parser of nccl-tests would, its JSON, its exit code."""
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -15,7 +17,15 @@ from unisono.bench.plan import op_names
 QUICK = ["-b", "8", "-e", "8K", "-f", "1024", "--rounds", "8"]
 
 
-def bench(*args, launcher=(), env=None):
+def bench(*args):
+    """Exit code and text of a run started from this process."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        code = command.main(list(args))
+    return code, text.getvalue()
+
+
+def launched(*args, launcher=(), env=None):
     run = [sys.executable, *launcher, "-m", "unisono.cli", "bench", *args]
     return subprocess.run(run, capture_output=True, text=True, timeout=100, env={**os.environ, **(env or {})})
 
@@ -42,12 +52,12 @@ def parse(text):
 def everything(tmp_path_factory):
     """One run of all operations at two sizes, with all ways to call, against gloo."""
     folder = tmp_path_factory.mktemp("bench")
-    done = bench(
+    code, text = bench(
         "all", *QUICK, "--splits", "1:3", "--calls", "group,dist", "-J", str(folder / "out.json"),
         "--html", str(folder / "out.html"),
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
-    return done.stdout, json.loads((folder / "out.json").read_text()), (folder / "out.html").read_text()
+    assert code == 0, text[-2000:]
+    return text, json.loads((folder / "out.json").read_text()), (folder / "out.html").read_text()
 
 
 def test_columns(everything):
@@ -102,13 +112,13 @@ def test_a_saved_run_is_shown_again(everything, tmp_path, capsys):
 @pytest.mark.parametrize("how, code, wrong", [("good", 0, 0), ("wrong", 1, 6), ("dies", 0, None)])
 def test_a_peer_in_the_same_run(fake_peer, tmp_path, how, code, wrong):
     fake_peer(how)
-    done = bench("all_reduce", *QUICK, "--heap", "--against", "mpich", "-J", str(tmp_path / "out.json"))
-    assert done.returncode == code, done.stderr
-    rows = [row for row in parse(done.stdout) if row["who"] == "mpich"]
+    got, text = bench("all_reduce", *QUICK, "--heap", "--against", "mpich", "-J", str(tmp_path / "out.json"))
+    assert got == code, text
+    rows = [row for row in parse(text) if row["who"] == "mpich"]
     document = json.loads((tmp_path / "out.json").read_text())
     assert document["peers"] == {"mpich": "Fake MPI 1.2.3"}
     if how == "dies":
-        assert rows == [] and "mpich lacking: lost in run" in done.stdout
+        assert rows == [] and "mpich lacking: lost in run" in text
         assert all("heap" in row["results"] for row in document["rows"])
         return
     assert [row["wrong"] for row in rows] == [wrong, wrong]
@@ -118,18 +128,18 @@ def test_a_peer_in_the_same_run(fake_peer, tmp_path, how, code, wrong):
 
 
 def test_under_torchrun():
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0")
-    done = bench("all_reduce", "barrier", *QUICK, "--against", "none", launcher=launcher)
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+    done = launched("all_reduce", "barrier", *QUICK, "--against", "none", launcher=launcher)
     assert done.returncode == 0, done.stderr
     assert [row["who"] for row in parse(done.stdout)] == ["heap", "ordinary"] * 2 + ["heap"]
-    refused = bench("all_reduce", "-n", "3", env={"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
+    refused = launched("all_reduce", "-n", "3", env={"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
     assert refused.returncode == 2 and "launcher has started 2 ranks" in refused.stderr
 
 
 def test_scaling(tmp_path):
-    done = bench("scaling", "-n", "1,3", *QUICK, "--heap", "--against", "none", "-J", str(tmp_path / "out.json"))
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"#\s+ranks\s+8 B\s+8 KiB\n#\s+1\s+[\d.]+\s+[\d.]+\n#\s+3\s+[\d.]+\s+[\d.]+\n", done.stdout)
+    code, text = bench("scaling", "-n", "1,3", *QUICK, "--heap", "--against", "none", "-J", str(tmp_path / "out.json"))
+    assert code == 0
+    assert re.search(r"#\s+ranks\s+8 B\s+8 KiB\n#\s+1\s+[\d.]+\s+[\d.]+\n#\s+3\s+[\d.]+\s+[\d.]+\n", text)
     memory = json.loads((tmp_path / "out.json").read_text())["memory"]
     assert memory.keys() == {"1", "3"}
     assert all(0 < cost["most_bytes"] <= 1 << 20 for cost in memory.values()), memory

@@ -8,26 +8,26 @@ from unisono.bench.ratios import compare, summary
 
 
 def noisy(seed, rounds, scale=1.0):
-    """Times with a long tail, and slow phases that last several rounds."""
-    source = random.Random(seed)
+    """Times with a long tail of their own, under slow phases of the machine, which last several rounds."""
+    machine, own = random.Random(0), random.Random(seed)
     times, phase = [], 1.0
     for _ in range(rounds):
-        if source.random() < 0.1:
-            phase = source.choice([1.0, 1.0, 1.5])
-        times.append(scale * phase * (1 + source.expovariate(8)))
+        if machine.random() < 0.1:
+            phase = machine.choice([1.0, 1.0, 1.5, 3.0])
+        times.append(scale * phase * (1 + own.expovariate(8)))
     return times
 
 
 def test_a_factor_of_two_is_seen():
     found = compare(noisy(1, 60, 2.0), noisy(2, 60))
-    assert found.verdict == "slower" and found.low > 1.2 and found.low <= 2.0 <= found.high
+    assert found.verdict == "slower" and found.low > 1.5 and found.low <= 2.0 <= found.high
     assert compare(noisy(2, 60), noisy(1, 60, 2.0)).verdict == "faster"
 
 
 def test_the_same_twice_is_noise():
     """Of many pairs that are equally fast, few may be called different (5 % would be perfect)."""
-    named = sum(compare(noisy(2 * i, 40), noisy(2 * i + 1, 40)).verdict != "noise" for i in range(60))
-    assert named <= 9
+    named = sum(compare(noisy(2 * i, 40), noisy(2 * i + 1, 40)).verdict != "noise" for i in range(100))
+    assert named <= 12
 
 
 def test_common_noise_cancels():
