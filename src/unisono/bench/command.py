@@ -256,7 +256,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1 if setup_peers(named or list(PEERS)) else 0
     check_args(parser, args)
     start = time.monotonic()
-    document = recall(args.source) if args.source is not None else run(args, plan(args))
+    try:
+        document = recall(args.source) if args.source is not None else run(args, plan(args))
+    except KeyboardInterrupt:
+        print("\n# interrupted", file=sys.stderr)
+        return 130
     if document is None:
         return 0
     rows = document["rows"]
