@@ -1,13 +1,12 @@
 """From the command line to rows: sizes, splits and cases."""
 
 import argparse
-import doctest
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.bench import plan, ratios
+from unisono.bench import plan
 from unisono.bench.apart.cases import OPS
 
 
@@ -80,8 +79,3 @@ def test_cases_are_near_their_size(op, dtype, ranks):
             assert abs(case.size_bytes - (1 << 20)) < 8 * ranks
         if OPS[op].cut and split == "even":
             assert case.even
-
-
-def test_docstrings():
-    for module in (plan, ratios):
-        assert doctest.testmod(module).failed == 0

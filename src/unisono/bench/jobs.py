@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .apart.cases import ROOT, WINDOW, Case, Lacking, Piece
+from .apart.cases import ROOT, STALE, WINDOW, Case, Lacking, Piece
 from .apart.turns import Call
 
 if TYPE_CHECKING:
@@ -61,10 +61,11 @@ class Job:
                 tensor.zero_()
 
     def fill(self) -> None:
+        """Test values into the input, and into the output what no right result holds."""
         if self.input is not None:
             self.input.copy_(tile(self.case.input(self.rank), self.input.dtype))
         if self.output is not None:
-            self.output.zero_()
+            self.output.fill_(STALE)
 
     def count_wrong(self, returned: object) -> int:
         """Elements that differ from what the filled inputs must give, in the tensor returned or else in ours."""

@@ -186,11 +186,10 @@ def _told(stage: Stage, mine: bool) -> bool:
 def _checked(
     stage: Stage, found: list[Contender], lacks: dict[str, str], check: bool
 ) -> tuple[list[Contender], dict[str, int | None]]:
-    """Those that work, after one call of each, and on rank 0 how many elements were wrong on all ranks."""
+    """Those that work, after one call of each, and on rank 0 how many elements were wrong, in all variants and ranks."""
     working: list[Contender] = []
     wrong: dict[str, int | None] = {}
     for contender in found:
-        key = f"{contender.name}/{contender.variant}"
         try:
             count = contender.check()
         except REFUSALS as error:  # by all ranks alike, before anything was sent
@@ -199,7 +198,7 @@ def _checked(
             lacks.setdefault(contender.name, str(error).splitlines()[0] or type(error).__name__)
             continue
         working.append(contender)
-        wrong[key] = count if check else None
+        wrong[contender.name] = (wrong.get(contender.name) or 0) + count if check else None
     for name in {contender.name for contender in working}:
         lacks.pop(name, None)
     if stage.groups.direct.rank != 0:
@@ -207,7 +206,7 @@ def _checked(
         return working, wrong
     for channel in stage.channels:
         theirs = channel.receive(SILENCE_S)
-        wrong = {key: None if count is None else count + theirs[key] for key, count in wrong.items()}
+        wrong = {name: None if count is None else count + theirs[name] for name, count in wrong.items()}
     return working, wrong
 
 
@@ -252,7 +251,7 @@ def _lead(
         lacks |= {name: why for name, why in stage.lacks.items() if name not in stage.teams}
         for name, teams in stage.teams.items():
             try:
-                team, wrong[f"{name}/{team.name}"] = _best_team(teams, case, order.check)
+                team, wrong[name] = _best_team(teams, case, order.check)
                 chosen[name] = (team.name, team.run)
                 ending.callback(_drop, team)
             except Lacking as why:
@@ -266,7 +265,7 @@ def _lead(
             **summary([value / messages for value in seconds]),
             "batch": batch,
             "variant": variant,
-            "wrong": wrong.get(f"{name}/{variant}"),
+            "wrong": wrong.get(name),
         }
     return results
 
@@ -291,7 +290,7 @@ def _take_turns(
         once = take(name, fewest)
         if once is not None:
             rounds[name] = (max(fewest, min(MOST_CALLS, int(turn_s / max(once, 1e-9)))), [])
-    shuffle = random.Random(0)
+    shuffle = random.Random(repr(case))  # the same when repeated, another in each row
     start, done = time.monotonic(), 0
     while not _enough(done, time.monotonic() - start, order):
         for name in shuffle.sample(list(rounds), len(rounds)):

@@ -108,7 +108,7 @@ def table_head(op: str, split: str, ranks: int) -> str:
     lines = [f"#\n# {op}, {ranks} rank{'s' if ranks != 1 else ''}, split {split}: {OPS[op].about}"]
     for texts in ((*names, "x limit"), (*units, "")):
         cells = [f"{text:>{width}}" for text, width in zip(texts, COLUMNS, strict=True)]
-        words = "who              x heap              x ordinary" if texts[0] == "size" else ""
+        words = "who                x heap              x ordinary          how" if texts[0] == "size" else ""
         lines.append(("#" + " ".join(cells)[1:] + f"  {words}").rstrip())
     return "\n".join(lines)
 
@@ -129,7 +129,7 @@ def table_lines(row: dict[str, Any], told: set[str]) -> list[str]:
         ]
         text = " ".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS, strict=True))
         ratios = [_ratio_text(result["ratios"].get(kind)) for kind in KINDS]
-        lines.append(f"{text}  {name:<16} {ratios[0]:<19} {ratios[1]:<19} {result['variant']}".rstrip())
+        lines.append(f"{text}  {name:<18} {ratios[0]:<19} {ratios[1]:<19} {result['variant']}".rstrip())
     lacking = [f"#   {name} lacking: {why}" for name, why in row["lacks"].items()]
     lines += [line for line in lacking if line not in told]
     told.update(lacking)

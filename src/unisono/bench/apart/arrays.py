@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .cases import Case, Piece
+from .cases import STALE, Case, Piece
 
 Array = Any  # numpy's generic types say nothing useful here
 
@@ -39,10 +39,11 @@ class Arrays:
         self.output: Array = None if sizes[1] is None else np.empty(sizes[1], kind)
 
     def fill(self) -> None:
+        """Test values into the input, and into the output what no right result holds."""
         if self.input is not None:
             self.input[:] = tile(self.case.input(self.rank), self.case.dtype)
         if self.output is not None:
-            self.output[:] = 0
+            self.output[:] = STALE
 
     def clear(self) -> None:
         """All zero: a sum repeated in place stays 0 and never meets slow subnormal numbers."""

@@ -13,6 +13,7 @@ from typing import Any
 
 PERIOD = 97  # of the test values: a prime, so that data that lands in the wrong place is noticed
 ROOT = 0
+STALE = 101  # what outputs hold before the call; odd and large, so that no right result is full of it
 WINDOW = 16  # messages in flight in one call of p2p_bandwidth
 MATMUL_N = 1024  # columns of the matmul's result
 MATMUL_K = 512  # what it sums over
