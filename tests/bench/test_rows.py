@@ -1,5 +1,7 @@
 """Parts of a row's measurement that a whole run would hide."""
 
+from types import MappingProxyType
+
 import pytest
 
 from unisono.bench import rows
@@ -87,7 +89,7 @@ def test_memory_is_counted(monkeypatch):
 
     class Stage(FakeStage):
         cpus = frozenset({0, 1})
-        teams: dict = {}
+        teams = MappingProxyType({})
 
     class Group:
         rank = 0

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from .contenders import KINDS, LIMIT
-from .panels import COLOURS, LABELS, Line, Panel, caption, panels_of, show_time, ticks_of
+from .panels import COLOURS, LABELS, Line, Panel, caption, memory_ticks, panels_of, show_time, ticks_of
 from .ratios import short
 from .scaling import scaling_lines
 from .table import NOTE, show_bytes, show_us, standing_lines, title_of
@@ -106,7 +106,7 @@ class _Scale:
 def _draw(panel: Panel, together: list[Panel]) -> str:
     """One panel; those drawn together share their axes."""
     xs = ticks_of(together, 0, ranks=panel.x_is_ranks, size=not panel.x_is_ranks)
-    ys = ticks_of(together, 1, size=panel.y_is_bytes)
+    ys = memory_ticks(panel) if panel.y_is_bytes else ticks_of(together, 1)
     places = [point[0] for other in together for line in other.lines for point in line.points]
     across = _Scale(min(places), max(places), LEFT + 8, WIDTH - RIGHT - 8)
     up = _Scale(ys[0], ys[-1], HEIGHT - BOTTOM, TOP)

@@ -32,7 +32,7 @@ LABELS = {
     "oneccl": "oneCCL",
     LIMIT: "limit (least memory traffic)",
 }
-SIZES_COLOURS = ("#08306b", "#08519c", "#2171b5", "#4292c6", "#41ab5d", "#e69f00", "#d55e00", "#7f2704")
+SIZES_COLOURS = ("#440154", "#414487", "#2a788e", "#22a884", "#a5c910", "#e69f00", "#d55e00", "#7f2704")
 
 
 @dataclass
@@ -129,6 +129,14 @@ def show_time(us: float) -> str:
         if us >= scale * 0.999:
             return f"{us / scale:g} {unit}"
     return f"{us * 1e3:g} ns"
+
+
+def memory_ticks(panel: Panel) -> list[float]:
+    """Powers of two around what was promised."""
+    values = [point[1] for line in panel.lines for point in line.points]
+    low = min(16, math.floor(math.log2(min(values))))
+    high = max(21, math.ceil(math.log2(max(values))))
+    return [2.0**power for power in range(low, high + 1)]
 
 
 def ticks_of(panels: list[Panel], axis: int, ranks: bool = False, size: bool = False) -> list[float]:

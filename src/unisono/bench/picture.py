@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from .panels import Line, Panel, caption, panels_of, show_time, ticks_of
+from .panels import Line, Panel, caption, memory_ticks, panels_of, show_time, ticks_of
 from .table import show_bytes
 
 INK, PALE = "#222222", "#dddddd"
@@ -16,7 +16,7 @@ def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw(document: dict[str, Any], path: Path) -> None:
+def draw(document: dict[str, Any], path: str | Path) -> None:
     """Writes the picture; the file's ending says what kind."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -58,7 +58,9 @@ def _draw_panel(panel: Panel, panels: list[Panel], axis: Any, first: bool) -> No
         axis.set_xlabel("ranks")
         axis.legend(frameon=False, fontsize=8)
         if panel.y_is_bytes:
-            axis.set_yticks([2.0**n for n in range(10, 22, 2)], [show_bytes(2**n) for n in range(10, 22, 2)])
+            ticks = memory_ticks(panel)
+            axis.set_yticks(ticks, [show_bytes(tick) for tick in ticks])
+            axis.set_ylim(ticks[0], ticks[-1])
         else:
             _time_ticks(axis, alone)
     else:

@@ -186,7 +186,7 @@ def _told(stage: Stage, mine: bool) -> bool:
 def _checked(
     stage: Stage, found: list[Contender], lacks: dict[str, str], check: bool
 ) -> tuple[list[Contender], dict[str, int | None]]:
-    """Those that work, after one call of each, and on rank 0 how many elements were wrong, in all variants and ranks."""
+    """Those that work, after one call of each, and on rank 0 the wrong elements of all variants and ranks."""
     working: list[Contender] = []
     wrong: dict[str, int | None] = {}
     for contender in found:
