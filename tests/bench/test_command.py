@@ -140,7 +140,9 @@ def test_scaling(tmp_path):
     code, text = bench("scaling", "-n", "1,3", *QUICK, "--heap", "--against", "none", "-J", str(tmp_path / "out.json"))
     assert code == 0
     assert re.search(r"#\s+ranks\s+8 B\s+8 KiB\n#\s+1\s+[\d.]+\s+[\d.]+\n#\s+3\s+[\d.]+\s+[\d.]+\n", text)
-    memory = json.loads((tmp_path / "out.json").read_text())["memory"]
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert [row["limit"] is None for row in document["rows"]] == [True, True, False, False]  # alone, nothing is moved
+    memory = document["memory"]
     assert memory.keys() == {"1", "3"}
     assert all(0 < cost["most_bytes"] <= 1 << 20 for cost in memory.values()), memory
 

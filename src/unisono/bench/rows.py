@@ -243,7 +243,7 @@ def _lead(
         for number, contender in enumerate(found):
             turns.setdefault(contender.name, {})[contender.variant] = local_turn(number)
         chosen = {name: _fastest(variants, case) for name, variants in turns.items()}
-        if LIMIT not in chosen:
+        if LIMIT not in chosen and not _moves_nothing(case):
             with _using(stage.cpus):
                 yardstick = _yardstick(case)
             variant = f"{yardstick.variant}, {yardstick.threads} threads"
@@ -344,6 +344,11 @@ def _enough(rounds: int, spent_s: float, order: Order) -> bool:
     if rounds < 15:  # fewer only where one round takes seconds
         return rounds >= 5 and spent_s > 5 * order.seconds
     return rounds >= MOST_ROUNDS or spent_s > order.seconds
+
+
+def _moves_nothing(case: Case) -> bool:
+    """One rank alone, in place: there is no least traffic to compare with."""
+    return case.ranks == 1 and case.op in ("all_reduce", "reduce", "broadcast")
 
 
 def _yardstick(case: Case) -> Any:
