@@ -153,7 +153,7 @@ def test_a_peer_that_cannot_start(fake_peer, tmp_path):
 
 def test_settings_name_what_peers_need():
     """More ranks than CPUs: every MPI gets its yielding, and Open MPI its permission to start at all."""
-    for name in ("openmpi", "intelmpi"):
+    for name in PEERS:
         roomy, crowded = (PEERS[name].settings(c)[0] for c in (False, True))
         assert (roomy.launch, roomy.env) != (crowded.launch, crowded.env)
     assert "-bind-to" not in PEERS["mpich"].settings(True)[0].launch

@@ -81,8 +81,9 @@ def _open_mpi(crowded: bool) -> list[Setting]:
 
 
 def _mpich(crowded: bool) -> list[Setting]:
-    bind = [] if crowded else ["-bind-to", "core"]
-    return [Setting("default", ("mpiexec", "-iface", "lo", *bind))]
+    if crowded:
+        return [Setting("yielding", ("mpiexec", "-iface", "lo"), {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"})]
+    return [Setting("default", ("mpiexec", "-iface", "lo", "-bind-to", "core"))]
 
 
 def _intel_mpi(crowded: bool) -> list[Setting]:
@@ -94,7 +95,10 @@ def _intel_mpi(crowded: bool) -> list[Setting]:
 
 def _one_ccl(crowded: bool) -> list[Setting]:
     [below] = _intel_mpi(crowded)
-    return [Setting("mpi", below.launch, {**below.env, "CCL_ATL_TRANSPORT": "mpi", "CCL_LOG_LEVEL": "error"})]
+    env = {**below.env, "CCL_ATL_TRANSPORT": "mpi", "CCL_LOG_LEVEL": "error"}
+    if crowded:
+        env["CCL_YIELD"] = "sched_yield"
+    return [Setting("mpi", below.launch, env)]
 
 
 PEERS: dict[str, Peer] = {
