@@ -1,5 +1,6 @@
 """Parts of a row's measurement that a whole run would hide."""
 
+import itertools
 from types import MappingProxyType
 
 import pytest
@@ -73,6 +74,18 @@ def test_turns_are_even_and_a_lost_peer_is_lacking():
     assert all(len(seconds) == 20 and batch == 1000 for batch, seconds in found.values())
     orders = {tuple(taken[i : i + 2]) for i in range(30, len(taken) - 1, 2)}
     assert len(orders) > 1  # not always the same first
+
+
+@pytest.mark.parametrize("count", [2, 4, 6, 8])
+def test_everybody_follows_everybody(count):
+    names = [str(i) for i in range(count)]
+    pairs = [pair for turn in range(count) for pair in itertools.pairwise(rows.balanced(names, turn))]
+    assert len(set(pairs)) == len(pairs) == count * (count - 1)
+
+
+def test_an_odd_number_takes_turns_too():
+    for turn in range(10):
+        assert sorted(rows.balanced(["a", "b", "c", "d", "e"], turn)) == ["a", "b", "c", "d", "e"]
 
 
 def test_the_fastest_variant_is_taken():
