@@ -60,6 +60,7 @@ def compiled(group, kind, path):
         except RuntimeError as error:
             if not str(error).startswith("Number of tensor splits not equal to group size"):
                 complaints.append(f"wrong splits: {error}")
+        torch._dynamo.reset()  # what it has compiled holds the group
     return complaints
 
 
@@ -82,6 +83,7 @@ def other_forms(group, path):
                 torch.compile(steps, fullgraph=True, backend="eager")(source, [1, 2], **wrong)
             except Exception as error:
                 found[name] = "under torch.compile" in str(error) or str(error)
+        torch._dynamo.reset()
     return found
 
 
