@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch._inductor.config
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
@@ -10,6 +9,7 @@ from torch.library import opcheck
 from tests.functional.worlds import world
 from unisono import comm_func
 from unisono.comm_func import operators
+from unisono.testing import run_ranks
 
 
 @torch.compiler.assume_constant_result
@@ -19,27 +19,27 @@ def _rank(g):
 
 def _share(x, g):
     """1 row on rank 0, 3 on rank 1."""
-    return x[:1] * 2 if _rank(g) == 0 else x[1:] * 2
+    return x[:1] * 3 if _rank(g) == 0 else x[1:] * 3
 
 
 # Each takes a tensor of 4 rows and a group, and does something before and after the call.
 CALLS = {
-    "all_reduce": lambda x, g: comm_func.all_reduce(x * 2, "sum", g)[0] + 1,
-    "all_reduce max": lambda x, g: comm_func.all_reduce(x * 2, dist.ReduceOp.MAX, g)[0] + 1,
-    "all_gather": lambda x, g: comm_func.all_gather_into_tensor(x * 2, g)[0] + 1,
-    "reduce_scatter": lambda x, g: comm_func.reduce_scatter_tensor(x * 2, "avg", g)[0] + 1,
+    "all_reduce": lambda x, g: comm_func.all_reduce(x * 3, "sum", g)[0] + 1,
+    "all_reduce max": lambda x, g: comm_func.all_reduce(x * 3, dist.ReduceOp.MAX, g)[0] + 1,
+    "all_gather": lambda x, g: comm_func.all_gather_into_tensor(x * 3, g)[0] + 1,
+    "reduce_scatter": lambda x, g: comm_func.reduce_scatter_tensor(x * 3, "avg", g)[0] + 1,
     "all_gather uneven": lambda x, g: comm_func.all_gather_into_tensor_uneven(_share(x, g), [1, 3], g)[0] + 1,
     "reduce_scatter uneven": lambda x, g: (
-        comm_func.reduce_scatter_tensor_uneven(x * 2, [0, x.shape[0]], "sum", g)[0] + 1
+        comm_func.reduce_scatter_tensor_uneven(x * 3, [0, x.shape[0]], "sum", g)[0] + 1
     ),
-    "reduce": lambda x, g: comm_func.reduce(x * 2, 1, "sum", g) + 1,
-    "broadcast": lambda x, g: comm_func.broadcast(x * 2, 1, g) + 1,
-    "scatter": lambda x, g: comm_func.scatter_tensor(x * 2, 1, g) + 1,
-    "gather": lambda x, g: comm_func.gather_into_tensor(x * 2, 1, g) + 1,
+    "reduce": lambda x, g: comm_func.reduce(x * 3, 1, "sum", g) + 1,
+    "broadcast": lambda x, g: comm_func.broadcast(x * 3, 1, g) + 1,
+    "scatter": lambda x, g: comm_func.scatter_tensor(x * 3, 1, g) + 1,
+    "gather": lambda x, g: comm_func.gather_into_tensor(x * 3, 1, g) + 1,
     "all_to_all single": lambda x, g: (
-        comm_func.all_to_all_single_with_output_shape((4, *x.shape[1:]), x * 2, [2, 2], [2, 2], group=g)[0] + 1
+        comm_func.all_to_all_single_with_output_shape((4, *x.shape[1:]), x * 3, [2, 2], [2, 2], group=g)[0] + 1
     ),
-    "all_to_all list": lambda x, g: comm_func.all_to_all_with_output_shape([x[:2], x[2:]], [x[:2] * 2, x[2:]], g)[0][0],
+    "all_to_all list": lambda x, g: comm_func.all_to_all_with_output_shape([x[:2], x[2:]], [x[:2] * 3, x[2:]], g)[0][0],
 }
 
 
@@ -52,7 +52,6 @@ def _async(x, g):
 
 
 def _compiled(group, kind, folder, names, backend):
-    torch._inductor.config.force_disable_caches = True  # no graph of an earlier run
     with world(group, kind, folder) as where:
         for name in names:
             call = CALLS[name]
@@ -82,16 +81,20 @@ def test_full_graph_on_process_groups(pool, size, kind, tmp_path):
     pool.run(_compiled, kind, str(tmp_path), ["all_reduce", "all_gather uneven", "broadcast"], "aot_eager")
 
 
+def _by_inductor(function, *arguments):
+    """In fresh ranks and with time: inductor compiles C++, in processes that stay unless told."""
+    return run_ranks(2, function, *arguments, timeout_s=350, env={"TORCHINDUCTOR_COMPILE_THREADS": "1"})
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2])
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter uneven", "all_gather uneven", "gather"])
-def test_full_graph_by_inductor(pool, size, name, tmp_path):
-    pool.run(_compiled, "Group", str(tmp_path), [name], "inductor")
+def test_full_graph_by_inductor(name, tmp_path):
+    _by_inductor(_compiled, "Group", str(tmp_path), [name], "inductor")
 
 
 def _unused(group, backend):
     """Calls whose results are unused or empty, on this rank or on all, are made all the same, and in their order."""
-    torch._inductor.config.force_disable_caches = True
 
     def call(x):
         comm_func.all_reduce(x, "sum", group)
@@ -116,9 +119,9 @@ def test_unused_results(pool, size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2])
-def test_unused_results_by_inductor(pool, size):
-    assert pool.run(_unused, "inductor") == [4, 4]
+@pytest.mark.timeout(400)
+def test_unused_results_by_inductor():
+    assert _by_inductor(_unused, "inductor") == [4, 4]
 
 
 def _handles(group):
