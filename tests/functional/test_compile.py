@@ -139,15 +139,7 @@ def _arguments(group, folder):
     answers = {"sum": [4.0, 7.0], "max": [3.0, 5.0], "min": [1.0, 2.0], "prod": [3.0, 10.0]}
     with world(group, "unisono", folder) as _:
         mine = dist.new_group([group.rank], use_local_synchronization=True)
-        for op in (
-            "sum",
-            "max",
-            dist.ReduceOp.MIN,
-            dist.ReduceOp.SUM,
-            "prod",
-            dist.ReduceOp.MAX,
-            dist.ReduceOp.PRODUCT,
-        ):
+        for op in ("max", dist.ReduceOp.PRODUCT):
             name = op if isinstance(op, str) else {"PRODUCT": "prod"}.get(op.name, op.name.lower())
             for where in (None, group, dist.group.WORLD, group.key, "world"):
                 assert compiled(x, op, where).tolist() == answers[name], (op, where)
