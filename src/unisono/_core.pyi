@@ -27,6 +27,16 @@ def memory_available() -> int: ...
 def isa() -> str: ...
 def set_isa(name: str) -> bool: ...
 def bury() -> None: ...
+def multiply(
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    columns: Sequence[int],
+    c: torch.Tensor,
+    bias: Sequence[torch.Tensor] | None,
+    /,
+) -> None: ...
+def pack_panels(b: torch.Tensor, panels: torch.Tensor, /) -> None: ...
+def panel_columns() -> int: ...
 
 class Pending:
     @property
@@ -47,6 +57,7 @@ class Communicator:
     calls: int
     crowded: bool
     id: int
+    cache_bytes: int
     pids: list[int]
     def barrier(self, timeout_s: float, run_async: bool, /) -> Pending | None: ...
     def all_reduce(
@@ -115,6 +126,19 @@ class Communicator:
         run_async: bool,
         /,
     ) -> Pending | None: ...
+    def matmul_reduce(
+        self,
+        products: torch.Tensor,
+        output: torch.Tensor,
+        op: int,
+        scale: float,
+        residual: torch.Tensor | None,
+        counts: Sequence[int] | None,
+        hash: int,
+        words: str,
+        timeout_s: float,
+        /,
+    ) -> None: ...
     def send(self, tensor: torch.Tensor, dst: int, tag: int, timeout_s: float, run_async: bool, /) -> Any: ...
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int, timeout_s: float, run_async: bool, /) -> Any: ...
     def close(self, reason: str, linger_s: float, /) -> None: ...
