@@ -287,7 +287,7 @@ class Communicator {
     call.may_interrupt = true;
     call.describe = [&] {
       nb::gil_scoped_acquire gil;
-      return nb::cast<std::string>(nb::str(words)) + "   " + site();
+      return nb::cast<std::string>(words()) + "   " + site();
     };
     Code code;
     {

@@ -29,6 +29,15 @@ from .errors import (  # noqa: E402
     SystemCallError,
     UnisonoError,
 )
+from .fused import (  # noqa: E402
+    PreparedWeight,
+    all_gather_grouped_matmul,
+    all_gather_matmul,
+    grouped_matmul_all_reduce,
+    grouped_matmul_reduce_scatter,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 from .group import Group  # noqa: E402
 from .handle import Handle  # noqa: E402
 from .shared_gather import SharedGather  # noqa: E402
@@ -46,12 +55,19 @@ __all__ = [
     "HeapMemoryError",
     "MismatchError",
     "PeerLostError",
+    "PreparedWeight",
     "SharedGather",
     "SystemCallError",
     "UnisonoError",
+    "all_gather_grouped_matmul",
+    "all_gather_matmul",
     "empty",
     "empty_like",
+    "grouped_matmul_all_reduce",
+    "grouped_matmul_reduce_scatter",
     "is_shared",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
     "to_shared_",
     "zeros",
 ]

@@ -135,7 +135,7 @@ class Communicator:
         residual: torch.Tensor | None,
         counts: Sequence[int] | None,
         hash: int,
-        words: str,
+        words: Callable[[], str],
         timeout_s: float,
         /,
     ) -> None: ...
