@@ -97,6 +97,20 @@ class Pending {
     if (!done() || ticket_->code == Code::ok) return nb::none();
     return error_of(ticket_->call.failure, engine_->group().facts().name, engine_->group().rank());
   }
+  // Calls `callback` once the call is over, in whatever thread ends it.
+  void on_done(nb::object callback) {
+    PyObject* held = callback.release().ptr();
+    nb::gil_scoped_release release;
+    engine_->when_done(*ticket_, [held] {
+      nb::gil_scoped_acquire gil;
+      nb::object callback = nb::steal(held);
+      try {
+        callback();
+      } catch (nb::python_error& error) {
+        error.discard_as_unraisable("a callback of unisono");
+      }
+    });
+  }
   int source() const { return ticket_->message ? ticket_->message->source : -1; }
   uint64_t seq() const { return ticket_->call.seq; }
 
@@ -130,6 +144,8 @@ class Communicator {
   int size() const { return size_; }
   Group& group() { return engine_->group(); }
   const std::string& name() { return group().facts().name; }
+
+  void rename(const std::string& name) { group().rename(name); }
 
   nb::object barrier(double timeout_s, bool async) {
     Call call;
@@ -299,10 +315,10 @@ class Communicator {
   }
 
   nb::object send(nb::handle tensor, nb::handle peer, nb::handle tag, double timeout_s, bool async) {
-    return mail(tensor, arguments_.another_rank(peer, "dst"), whole_number(tag, "tag"), timeout_s, async, true);
+    return mail(tensor, correspondent(peer, "dst", async), whole_number(tag, "tag"), timeout_s, async, true);
   }
   nb::object recv(nb::handle tensor, nb::handle peer, nb::handle tag, double timeout_s, bool async) {
-    int from = peer.is_none() ? -1 : arguments_.another_rank(peer, "src");
+    int from = peer.is_none() ? -1 : correspondent(peer, "src", async);
     return mail(tensor, from, whole_number(tag, "tag"), timeout_s, async, false);
   }
 
@@ -459,6 +475,11 @@ class Communicator {
       engine_->submit(ticket);
     }
     return nb::cast(std::make_unique<Pending>(engine_, ticket, std::move(tensors)));
+  }
+
+  // A rank may write to itself, as long as it does not wait before it reads.
+  int correspondent(nb::handle peer, const char* argument, bool async) const {
+    return async ? arguments_.rank_in_group(peer, argument) : arguments_.another_rank(peer, argument);
   }
 
   nb::object mail(nb::handle tensor, int peer, int64_t tag, double timeout_s, bool async, bool sending) {
@@ -642,6 +663,7 @@ NB_MODULE(_core, m) {
       .def("done", &Pending::done)
       .def("wait", &Pending::wait)
       .def("error", &Pending::error)
+      .def("on_done", &Pending::on_done)
       .def_prop_ro("source", &Pending::source)
       .def_prop_ro("seq", &Pending::seq);
 
@@ -655,6 +677,7 @@ NB_MODULE(_core, m) {
       .def_prop_ro("id", &Communicator::id)
       .def_prop_ro("cache_bytes", &Communicator::cache_bytes)
       .def_prop_ro("pids", &Communicator::pids)
+      .def("rename", &Communicator::rename)
       .def("barrier", &Communicator::barrier)
       .def("all_reduce", &Communicator::all_reduce, "tensor"_a, "out"_a.none(), "op"_a, "factor"_a, "timeout_s"_a,
            "async"_a)

@@ -152,6 +152,17 @@ void Engine::announce(Ticket& ticket) {
   if (auto callback = std::move(ticket.on_done)) callback();
 }
 
+void Engine::when_done(Ticket& ticket, std::function<void()> callback) {
+  {
+    std::lock_guard lock(queue_mutex_);  // mark_done holds it too: either it comes later and announce finds the callback
+    if (!ticket.done.load(std::memory_order_acquire)) {
+      ticket.on_done = std::move(callback);
+      return;
+    }
+  }
+  callback();
+}
+
 bool Engine::run_head(bool may_interrupt) {
   if (!group_->run_mutex.try_lock()) return false;
   std::shared_ptr<Ticket> head;

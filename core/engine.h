@@ -37,6 +37,8 @@ class Engine {
   void submit(std::shared_ptr<Ticket> ticket);
   // Waits for a ticket. On timeout (0: none) returns false and leaves it running.
   bool wait(Ticket& ticket, int64_t timeout_ns, bool may_interrupt, bool& interrupted);
+  // Has `callback` called once, when the ticket is done: by the thread that ends it, or now. One per ticket.
+  void when_done(Ticket& ticket, std::function<void()> callback);
 
   // Leave the group: tells the peers, ends what is pending, stops the progress thread, then waits up to `linger_ns`
   // for the peers to leave too, so that shared memory can be given back at once.

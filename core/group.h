@@ -106,6 +106,7 @@ class Group {
   bool usable(Failure& failure);
 
   const GroupFacts& facts() const { return facts_; }
+  void rename(const std::string& name) { facts_.name = name; }  // before calls are under way
   int rank() const { return facts_.rank; }
   int size() const { return facts_.size; }
   Heap& heap() { return *heap_; }

@@ -42,6 +42,8 @@ from .group import Group  # noqa: E402
 from .handle import Handle  # noqa: E402
 from .shared_gather import SharedGather  # noqa: E402
 from .tensors import empty, empty_like, is_shared, to_shared_, zeros  # noqa: E402
+from .torch_backend import ProcessGroupUnisono  # noqa: E402
+from .torch_groups import monitored_barrier, split_group  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -56,6 +58,7 @@ __all__ = [
     "MismatchError",
     "PeerLostError",
     "PreparedWeight",
+    "ProcessGroupUnisono",
     "SharedGather",
     "SystemCallError",
     "UnisonoError",
@@ -68,6 +71,8 @@ __all__ = [
     "is_shared",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "monitored_barrier",
+    "split_group",
     "to_shared_",
     "zeros",
 ]

@@ -43,16 +43,20 @@ def _reduce_ops() -> dict[Any, int]:
 _RedOpType = dist.ReduceOp.RedOpType
 _OPS = _reduce_ops()
 _PREMUL_SUM = _OPS["premul_sum"]
+# A ReduceOp hashes to the number of its type, the quickest way to tell which it is.
+_BY_HASH = {hash(op): code for op, code in _OPS.items() if isinstance(op, _RedOpType)}
 
 
 def _reduce_op(op: Any, factor: float | None) -> tuple[int, float]:
     """The core's number of a reduce operation, and the factor of a premul_sum."""
-    code = _OPS.get(op) if type(op) is str or type(op) is _RedOpType else None
-    if code is None and isinstance(op, dist.ReduceOp):
-        state: Any = op.__getstate__()
-        code = _OPS[state[0]]
+    kind = type(op)  # comparing a ReduceOp, or asking isinstance about it, takes microseconds
+    if kind is dist.ReduceOp:
+        code: int | None = _BY_HASH[hash(op)]
         if code == _PREMUL_SUM and factor is None:
+            state: Any = op.__getstate__()
             factor = float(state[1])
+    else:
+        code = _OPS.get(op) if kind is str or kind is _RedOpType else None
     if code is None:
         names = ", ".join(sorted({k for k in _OPS if isinstance(k, str)}))
         raise ValueError(f"argument 'op' must be one of {names}, or a torch ReduceOp, got {op!r}")
@@ -62,6 +66,12 @@ def _reduce_op(op: Any, factor: float | None) -> tuple[int, float]:
     elif factor is not None:
         raise ValueError(f"argument 'factor' belongs to op 'premul_sum', got op {op!r}")
     return code, 1.0 if factor is None else float(factor)
+
+
+def reduce_op_name(op: Any) -> str:
+    """The name of a reduce operation given in any of its forms."""
+    code = _reduce_op(op, None)[0]
+    return next(name for name, number in _core.OPS.items() if number == code)
 
 
 class Group:
@@ -176,6 +186,16 @@ class Group:
     def __repr__(self) -> str:
         return f"<unisono.Group {self.name!r} rank {self.rank} of {self.size}>"
 
+    def rename(self, name: str) -> None:
+        """Changes what errors call this group, on this rank."""
+        self._comm.rename(name)
+        self.name = name
+
+    @property
+    def calls(self) -> int:
+        """Collectives this rank has begun in the group; the number behind ``#`` in errors."""
+        return self._comm.calls
+
     @property
     def staged_bytes(self) -> int:
         """Bytes this rank has copied through the stage; 0 as long as everything was in shared memory or small."""
@@ -198,10 +218,7 @@ class Group:
         rank 0  [1, 2]        [11, 22]
         rank 1  [10, 20]  ->  [11, 22]
         """
-        if op == "sum" and factor is None:
-            code, factor = 0, 1.0
-        else:
-            code, factor = _reduce_op(op, factor)
+        code, factor = _reduce_op(op, factor)
         pending = self._comm.all_reduce(tensor, out, code, factor, timeout_s or 0.0, async_op)
         return None if pending is None else Handle(pending, "all_reduce", tensor if out is None else out)
 

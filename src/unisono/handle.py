@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from . import _core
 from .errors import CollectiveTimeoutError, UnisonoError
 
+_lock = threading.Lock()  # for lists of callbacks; held for an append only
+_CALLED: list[Callable[[], None]] = []  # stands where a list of callbacks was that have been called
+
 
 class Handle:
     """One asynchronous call. Dropping it without waiting is safe; waiting twice is fine."""
 
-    __slots__ = ("_op", "_outputs", "_pending")
+    __slots__ = ("_callbacks", "_op", "_outputs", "_pending")
 
     def __init__(self, pending: _core.Pending, op: str, outputs: Any) -> None:
         self._pending = pending
         self._op = op
         self._outputs = outputs
+        self._callbacks: list[Callable[[], None]] | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns when the call is over, or raises what went wrong.
@@ -44,6 +50,26 @@ class Handle:
         """Waits, then returns the tensor or tensors the call has written."""
         self.wait()
         return self._outputs
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Has ``callback`` called when the call is over, by the thread that ends it, or now if it is over already."""
+        with _lock:
+            first = self._callbacks is None
+            if first:
+                self._callbacks = [callback]
+            elif self._callbacks is not _CALLED:
+                self._callbacks.append(callback)  # type: ignore[union-attr]
+                return
+        if first:
+            self._pending.on_done(self._call_back)
+        else:
+            callback()
+
+    def _call_back(self) -> None:
+        with _lock:
+            callbacks, self._callbacks = self._callbacks or [], _CALLED
+        for callback in callbacks:
+            callback()
 
     @property
     def source(self) -> int:
