@@ -244,7 +244,7 @@ def test_pieces_cover_every_row_once(groups, wanted):
 # -- PreparedWeight
 
 
-def test_prepared_weight_keeps_nothing_of_later_changes():
+def test_prepared_weight():
     w = ones(3, 4, dtype=torch.float16)
     prepared = unisono.PreparedWeight(w)
     assert prepared.shape == (3, 4) and prepared.dtype is torch.float16 and repr(prepared).startswith("PreparedWeight([3")
