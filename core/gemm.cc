@@ -3,7 +3,8 @@
 // Many rows: for every block of k, rows of a become float32 in the second-level cache, once; then panel by panel of b is
 // packed into the first-level cache as float32 and used by all those rows. Few rows do not pay for packing: they read b
 // where it is, a few rows of b at a time, so that memory is read in order. Panels that were packed before are used as
-// they are. A sliver is as many rows as one tile has accumulators for.
+// they are. A sliver is as many rows as one tile has accumulators for. While a panel is used, what is packed next is
+// asked for from memory: without that a third of the time went into waiting for it (64 rows, weights of 2 MiB).
 #include "gemm.h"
 
 #include <algorithm>
@@ -18,8 +19,8 @@ namespace unisono {
 namespace {
 
 // Measured on Zen 4 (32 KiB, 1 MiB and 32 MiB of cache), with rows of b 2 and 4 KiB apart.
-constexpr size_t kDepth = 256;    // k of a block: its panel and a sliver fit the first-level cache
-constexpr size_t kRows = 384;     // rows of a block: the second-level cache
+constexpr size_t kDepth = 512;    // k of a block: its panel about fills the first-level cache
+constexpr size_t kRows = 256;     // rows of a block: the second-level cache
 constexpr size_t kPanels = 4;     // packed together, so that rows of b are read in longer stretches
 constexpr size_t kStretch = 8;    // rows of b that are read side by side; more collide in the first-level cache
 constexpr size_t kFewRows = 8;    // up to here b is read where it is
@@ -57,10 +58,17 @@ Matrix from(const Matrix& m, size_t i, size_t j) {
   return moved;
 }
 
+// Panels of n columns, one behind the other.
 void pack(const GemmTable& t, const Matrix& b, size_t k, size_t n, float* to) {
+  const size_t whole = b.col == 1 ? n / t.columns : 0;
+  if (whole) t.pack(b, k, whole, to);
+  if (whole * t.columns == n) return;
+  to += whole * t.columns * k;
+  const Matrix rest = from(b, 0, whole * t.columns);
+  n -= whole * t.columns;
   for (size_t i = 0; i < k; i += kStretch)
     for (size_t j = 0; j < n; j += t.columns)
-      t.widen(from(b, i, j), std::min(kStretch, k - i), std::min(t.columns, n - j), to + j * k + i * t.columns,
+      t.widen(from(rest, i, j), std::min(kStretch, k - i), std::min(t.columns, n - j), to + j * k + i * t.columns,
               t.columns);
 }
 
@@ -92,9 +100,20 @@ void multiply_few(const GemmTable& t, const Product& p) {
               .c = p.c + i * p.c_row,
               .c_row = p.c_row,
               .bias = p.bias,
-              .add = k0 > 0});
+              .add = k0 > 0,
+              .next_a = nullptr,
+              .ahead = nullptr,
+              .ahead_row = 0,
+              .ahead_rows = 0,
+              .ahead_bytes = 0});
     });
 }
+
+// What the tiles of one panel ask for while they work: k rows of some bytes, a part in each tile.
+struct Ahead {
+  const std::byte* data = nullptr;
+  size_t row = 0, bytes = 0;
+};
 
 void multiply_blocks(const GemmTable& t, const Product& p) {
   const size_t depth = std::min(p.k, kDepth), a_row = depth + kPad, most = std::min(p.m, kRows);
@@ -110,7 +129,23 @@ void multiply_blocks(const GemmTable& t, const Product& p) {
         if (!p.panels && turn == 0) pack(t, from(p.b, k0, j), k, std::min(kPanels * t.columns, p.n - j), packed);
         const float* panel =
             p.panels ? static_cast<const float*>(p.b.data) + j * p.k + k0 * t.columns : packed + turn * k * t.columns;
+        // The panel after this one; of b itself the panels after those that are packed now, a part for each of them.
+        Ahead ahead;
+        size_t ahead_k = k, ahead_first = 0;
+        if (p.panels && j + t.columns < p.n) {
+          ahead = {reinterpret_cast<const std::byte*>(panel + p.k * t.columns), t.columns * sizeof(float),
+                   t.columns * sizeof(float)};
+        } else if (!p.panels && p.b.col == 1) {
+          const size_t next = (j / t.columns - turn + kPanels) * t.columns, size = dtype_bytes(p.b.dtype);
+          if (next < p.n) {
+            ahead = {static_cast<const std::byte*>(from(p.b, k0, next).data), p.b.row * size,
+                     std::min(kPanels * t.columns, p.n - next) * size};
+            ahead_first = k * turn / kPanels;
+            ahead_k = k * (turn + 1) / kPanels - ahead_first;
+          }
+        }
         each_sliver(m, t.rows, [&](size_t i, size_t rows) {
+          const size_t begin = ahead_first + ahead_k * i / m, end = ahead_first + ahead_k * (i + rows) / m;
           t.tile({.rows = rows,
                   .k = k,
                   .a = a + i * a_row,
@@ -123,7 +158,12 @@ void multiply_blocks(const GemmTable& t, const Product& p) {
                   .c = p.c + (i0 + i) * p.c_row + j,
                   .c_row = p.c_row,
                   .bias = p.bias ? p.bias + j : nullptr,
-                  .add = k0 > 0});
+                  .add = k0 > 0,
+                  .next_a = a + (i + rows < m ? i + rows : 0) * a_row,
+                  .ahead = reinterpret_cast<const char*>(ahead.data + begin * ahead.row),
+                  .ahead_row = ahead.row,
+                  .ahead_rows = ahead.data ? end - begin : 0,
+                  .ahead_bytes = ahead.bytes});
         });
       }
     }
