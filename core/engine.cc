@@ -154,7 +154,8 @@ void Engine::announce(Ticket& ticket) {
 
 void Engine::when_done(Ticket& ticket, std::function<void()> callback) {
   {
-    std::lock_guard lock(queue_mutex_);  // mark_done holds it too: either it comes later and announce finds the callback
+    std::lock_guard lock(
+        queue_mutex_);  // mark_done holds it too: either it comes later and announce finds the callback
     if (!ticket.done.load(std::memory_order_acquire)) {
       ticket.on_done = std::move(callback);
       return;

@@ -1,10 +1,10 @@
 // See gemm.h: how a product is cut so that what is used again is in the nearest cache.
 //
-// Many rows: for every block of k, rows of a become float32 in the second-level cache, once; then panel by panel of b is
-// packed into the first-level cache as float32 and used by all those rows. Few rows do not pay for packing: they read b
-// where it is, a few rows of b at a time, so that memory is read in order. Panels that were packed before are used as
-// they are. A sliver is as many rows as one tile has accumulators for. While a panel is used, what is packed next is
-// asked for from memory: without that a third of the time went into waiting for it (64 rows, weights of 2 MiB).
+// Many rows: for every block of k, rows of a become float32 in the second-level cache, once; then panel by panel of b
+// is packed into the first-level cache as float32 and used by all those rows. Few rows do not pay for packing: they
+// read b where it is, a few rows of b at a time, so that memory is read in order. Panels that were packed before are
+// used as they are. A sliver is as many rows as one tile has accumulators for. While a panel is used, what is packed
+// next is asked for from memory: without that a third of the time went into waiting for it (64 rows, weights of 2 MiB).
 #include "gemm.h"
 
 #include <algorithm>
@@ -19,13 +19,13 @@ namespace unisono {
 namespace {
 
 // Measured on Zen 4 (32 KiB, 1 MiB and 32 MiB of cache), with rows of b 2 and 4 KiB apart.
-constexpr size_t kDepth = 352;    // k of a block: two runs; its panel fits the first-level cache
-constexpr size_t kRows = 512;     // rows of a block: the second-level cache
-constexpr size_t kPanels = 4;     // packed together, so that rows of b are read in longer stretches
-constexpr size_t kStretch = 8;    // rows of b that are read side by side; more collide in the first-level cache
-constexpr size_t kFewRows = 4;    // up to here b is read where it is
-// Sums of many terms lose accuracy, so products are summed in runs, and these sums are summed. torch's sgemm has runs of
-// about 190 here.
+constexpr size_t kDepth = 352;  // k of a block: two runs; its panel fits the first-level cache
+constexpr size_t kRows = 512;   // rows of a block: the second-level cache
+constexpr size_t kPanels = 4;   // packed together, so that rows of b are read in longer stretches
+constexpr size_t kStretch = 8;  // rows of b that are read side by side; more collide in the first-level cache
+constexpr size_t kFewRows = 4;  // up to here b is read where it is
+// Sums of many terms lose accuracy, so products are summed in runs, and these sums are summed. torch's sgemm has runs
+// of about 190 here.
 constexpr size_t kRun = 176;      // products of a tile
 constexpr size_t kFewRun = 1024;  // products of few rows, where c takes up kStretch at a time
 constexpr size_t kPad = 16;       // so that rows a power of two apart do not share the same cache sets

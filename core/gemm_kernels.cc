@@ -1,6 +1,7 @@
 // The kernels of matrix products, compiled once per instruction set; each compile exports one GemmTable.
 //
-// Flags as for reduce_kernels.cc, but for -ffp-contract=fast: a product's sums are fused multiply-adds. The accumulators of a tile (rows x 2 vectors) fill the registers; everything else streams.
+// Flags as for reduce_kernels.cc, but for -ffp-contract=fast: a product's sums are fused multiply-adds. The
+// accumulators of a tile (rows x 2 vectors) fill the registers; everything else streams.
 #include "gemm_kernels.h"
 
 #include "vectors.h"

@@ -7,8 +7,8 @@
 
 namespace unisono {
 
-// A few rows of c: += or = the product of rows of a (float32, consecutive k) and columns of b. Columns come in panels of
-// the table's width; the last may be narrower.
+// A few rows of c: += or = the product of rows of a (float32, consecutive k) and columns of b. Columns come in panels
+// of the table's width; the last may be narrower.
 //
 // Meanwhile the next tile's rows of a are asked for from the second-level cache, and from memory `ahead_rows` rows of
 // what is packed next, `ahead_bytes` long each.
@@ -24,8 +24,8 @@ struct Tile {
   size_t columns;
   float* c;
   size_t c_row;
-  const float* bias;  // for the first product of a sum; null: zero
-  bool add;           // to what c holds, instead of to the bias
+  const float* bias;    // for the first product of a sum; null: zero
+  bool add;             // to what c holds, instead of to the bias
   const float* next_a;  // null: none of this is asked for
   const char* ahead;
   size_t ahead_row, ahead_rows, ahead_bytes;

@@ -93,7 +93,7 @@ def _products_gradient(ctx: Any, grad: torch.Tensor, x: Any, weight: Any, bias: 
         # To the ranks whose product it was; ranks that tie share it.
         x = [t.to(grad.dtype) for t in x]
         products = matmul_reduce(x, weight, bias, None, what, "", rows, columns, [], "sum", 1.0, bias_share, 0, "")
-        chosen = (products == reduce_values(products, group, [], reduce_op)).to(grad.dtype)
+        chosen: torch.Tensor = (products == reduce_values(products, group, [], reduce_op)).to(grad.dtype)
         ties: torch.Tensor = reduce_values(chosen, group, [], "sum")
         return grad * chosen / ties
     return grad
@@ -113,7 +113,7 @@ def _matmul_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
     def multiply(a: list[torch.Tensor], b: list[torch.Tensor]) -> torch.Tensor:
         heights, widths = [t.shape[0] for t in a], [t.shape[1] for t in b]
-        plan = "backward", "", heights, widths, [], "sum", 1.0, 1.0, 0, ""
+        plan: list[Any] = ["backward", "", heights, widths, [], "sum", 1.0, 1.0, 0, ""]
         result: torch.Tensor = matmul_reduce(a, b, [], None, *plan)
         return result
 
