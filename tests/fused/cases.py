@@ -85,11 +85,11 @@ def expected(case: Case, rank: int, size: int) -> tuple[list[torch.Tensor], list
     outputs, slack = [], []
     sources = [rank] if case.verb == "all_gather" else range(size)
     share = 1 / size if case.reduce_op == "sum" and case.bias_mode == "mean" and case.verb != "all_gather" else 1
+    held = [(x_of(case, r), weight_of(case, r), bias_of(case, r)) for r in sources]
     for i in range(len(case.rows)):
         products, sizes = [], []
-        for r in sources:
-            x, w = x_of(case, r)[i].double(), weight_of(case, r)[i].double()
-            bias = bias_of(case, r)
+        for xs, weights, bias in held:
+            x, w = xs[i].double(), weights[i].double()
             b = torch.zeros(case.columns[i]).double() if bias is None else bias[i].double()
             products.append(x @ w + b * share)
             sizes.append(x.abs() @ w.abs() + b.abs())
