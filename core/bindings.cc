@@ -165,6 +165,21 @@ class Communicator {
     return finish(call, {}, {}, keep(tensor, out), timeout_s, async);
   }
 
+  // The result in a new heap tensor, or None if the tensor has to be made contiguous or resolved first.
+  nb::object all_reduced(nb::handle tensor, int op) {
+    Call call;
+    Twin twin = make_twin(tensor, call.failure);
+    if (!twin.made.is_valid()) raise(call.failure, name(), rank_);
+    if (twin.made.is_none()) return twin.made;
+    call.verb = Verb::all_reduce;
+    set_reduction(call, tensor, twin.view.dtype, op, 1.0);
+    call.count = twin.view.count;
+    call.in = twin.view.data;
+    call.out = twin.at;
+    now(call, tensor, 0);
+    return std::move(twin.made);
+  }
+
   nb::object reduce(nb::handle tensor, nb::handle root, nb::handle out, int op, double factor, double timeout_s,
                     bool async) {
     Call call;
@@ -554,9 +569,36 @@ class Door {
 
 nb::object empty(const std::vector<int64_t>& shape, int code, int bits) {
   Failure failure;
-  nb::object tensor = make_tensor(shape, {static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1}, failure);
+  nb::object tensor =
+      make_tensor(shape.data(), shape.size(), {static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1}, failure);
   if (!tensor.is_valid()) raise(failure, "", -1);
   return tensor;
+}
+
+nb::object empty_like(nb::handle other) {
+  Failure failure;
+  nb::object tensor = make_twin(other, failure).made;
+  if (!tensor.is_valid()) raise(failure, "", -1);
+  return tensor;
+}
+
+// Combines tensors of this process, one per rank and in rank order, by the number rule of reduce.h.
+void combine(nb::handle output, nb::list inputs, int op, const std::vector<double>& factors) {
+  View out = view_tensor(output, "output");
+  Call call;
+  set_reduction(call, output, out.dtype, op, 1.0);
+  std::vector<const void*> sources;
+  for (nb::handle input : inputs) {
+    View in = view_tensor(input, "inputs");
+    if (in.dtype != out.dtype || in.count != out.count)
+      throw nb::value_error("argument 'inputs' must have the dtype and the number of elements of 'output'");
+    sources.push_back(in.data);
+  }
+  if (sources.empty() || factors.size() != sources.size())
+    throw nb::value_error("argument 'inputs' must have at least one tensor, and 'factors' a number for each");
+  void* to = out.data;
+  nb::gil_scoped_release release;
+  reduce({call.dtype, call.op, out.count, sources.data(), sources.size(), &to, 1, factors.data(), false});
 }
 
 nb::dict heap_usage() {
@@ -641,8 +683,10 @@ NB_MODULE(_core, m) {
           if (spin_us >= 0) spin_ns = spin_us * 1000;
         });
   m.def("empty", &unisono::empty);
+  m.def("empty_like", &unisono::empty_like);
   m.def("is_shared", [](nb::handle t) { return in_region(view_tensor(t, "tensor").data); });
   m.def("in_region", [](uintptr_t p) { return in_region(reinterpret_cast<const void*>(p)); });
+  m.def("combine", &combine);
   m.def("heap_usage", &heap_usage);
   m.def("memory_available", &memory_available);
   m.def("isa", [] { return isa_name(current_isa()); });
@@ -684,6 +728,7 @@ NB_MODULE(_core, m) {
       .def("barrier", &Communicator::barrier)
       .def("all_reduce", &Communicator::all_reduce, "tensor"_a, "out"_a.none(), "op"_a, "factor"_a, "timeout_s"_a,
            "async"_a)
+      .def("all_reduced", &Communicator::all_reduced)
       .def("reduce", &Communicator::reduce, "tensor"_a, "root"_a, "out"_a.none(), "op"_a, "factor"_a, "timeout_s"_a,
            "async"_a)
       .def("broadcast", &Communicator::broadcast)

@@ -36,7 +36,9 @@ class FeedForward:
         counts = expert.bincount(minlength=len(self.up))
         x = tokens[order]
         # No ranks take part in the first product: each has all tokens, and its own hidden units.
-        parts = [gelu(a.float() @ w.float()).to(a.dtype) for a, w in zip(x.split(counts.tolist()), self.up, strict=True)]
+        parts = [
+            gelu(a.float() @ w.float()).to(a.dtype) for a, w in zip(x.split(counts.tolist()), self.up, strict=True)
+        ]
         (y,) = unisono.grouped_matmul_all_reduce(
             [torch.cat(parts)], self.down, bias=self.bias, group_list=counts, split_item=3, residual=x
         )

@@ -18,6 +18,8 @@ _core.setup(_torch.Tensor, errors.make_error, errors.call_site, settings.heap_ma
 if settings.isa and not _core.set_isa(settings.isa):
     raise ValueError(f"UNISONO_ISA={settings.isa}: this CPU does not have it; leave it empty for the best there is")
 
+from . import comm_func  # noqa: E402
+from . import uneven_ops as _uneven_ops  # noqa: E402, F401
 from .errors import (  # noqa: E402
     AbortedError,
     ClosedError,
@@ -44,6 +46,7 @@ from .shared_gather import SharedGather  # noqa: E402
 from .tensors import empty, empty_like, is_shared, to_shared_, zeros  # noqa: E402
 from .torch_backend import ProcessGroupUnisono  # noqa: E402
 from .torch_groups import monitored_barrier, split_group  # noqa: E402
+from .uneven import all_gather_into_tensor_uneven, all_to_all_vc, reduce_scatter_tensor_uneven  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -63,7 +66,10 @@ __all__ = [
     "SystemCallError",
     "UnisonoError",
     "all_gather_grouped_matmul",
+    "all_gather_into_tensor_uneven",
     "all_gather_matmul",
+    "all_to_all_vc",
+    "comm_func",
     "empty",
     "empty_like",
     "grouped_matmul_all_reduce",
@@ -72,6 +78,7 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "monitored_barrier",
+    "reduce_scatter_tensor_uneven",
     "split_group",
     "to_shared_",
     "zeros",
