@@ -265,11 +265,11 @@ def _run(
         t.requires_grad for t in (*xs, *ready, *biases, *(() if extra is None else (extra,)))
     )
     if needs_grad or torch.compiler.is_compiling():
-        name, _, size = ("", 0, 1) if alone else _seat(group)
+        name, rank, size = ("", 0, 1) if alone else _seat(group)
         share = 1 / size if reduce_op == "sum" and bias_mode == "mean" else 1.0
         return fused_ops.matmul_reduce(  # type: ignore[no-any-return]
             xs, ready, biases, extra, plan.what, name, list(plan.rows), list(plan.columns), list(plan.counts),
-            reduce_op, float(scale), share, comm_turn, backward,
+            reduce_op, float(scale), share, comm_turn, backward, rank, size,
         )  # fmt: skip
     members = None if alone else _members(group)
     size = fused_run.rank_and_size(members)[1]
@@ -306,7 +306,7 @@ def _gathered(
     counts = [rows * product_of(t.shape[1:]) for t, split in zip(x, splits, strict=True) for rows in split]
     flat = torch.cat([t.reshape(-1) for t in x]) if len(x) > 1 else x[0].reshape(-1)
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and flat.requires_grad):
-        whole = fused_ops.gather_values(flat, name, counts)
+        whole = fused_ops.gather_values(flat, name, counts, rank, size)
     else:
         whole = fused_run.gather_values(groups.resolve(name), flat, counts)
     parts, at = [], 0

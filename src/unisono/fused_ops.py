@@ -1,9 +1,10 @@
 """The fused matmuls as operators of torch: for gradients and for torch.compile.
 
 Three operators on flat tensors, each the other's gradient: ``matmul_reduce`` (products, reduced over the ranks),
-``reduce_values`` and ``gather_values``. Groups travel by name, since graphs hold no objects. Gradients are products
-too, so they take the same way: float32 sums, one rounding, never torch's 16-bit matmul. Without gradients and outside
-of torch.compile, fused.py calls what is behind the operators directly; that saves about 30 µs.
+``reduce_values`` and ``gather_values``. Groups travel by name, since graphs hold no objects; rank and size are arguments
+beside it, since ranks may share the cache of compiled graphs and shapes depend on them. Gradients are products too, so
+they take the same way: float32 sums, one rounding, never torch's 16-bit matmul. Without gradients and outside of
+torch.compile, fused.py calls what is behind the operators directly; that saves about 30 µs.
 """
 
 from __future__ import annotations
@@ -33,13 +34,6 @@ def _plan(what: str, x: list[torch.Tensor], rows: list[int], columns: list[int],
     return Plan(what, tuple(rows), inner, tuple(columns), (), one_x, tuple(counts))
 
 
-def _out_count(group: str, rows: list[int], columns: list[int], counts: list[int]) -> int:
-    if not counts:
-        return sum(m * n for m, n in zip(rows, columns, strict=True))
-    rank, size = fused_run.rank_and_size(group_named(group))
-    return sum(counts[rank::size])
-
-
 # -- matmul_reduce
 
 
@@ -59,14 +53,18 @@ def matmul_reduce(
     bias_share: float,
     pieces: int,
     backward: str,
+    rank: int,
+    size: int,
 ) -> torch.Tensor:
     plan = _plan(what, x, rows, columns, counts)
     return fused_run.run(group_named(group), plan, x, weight, bias, bias_share, residual, reduce_op, scale, pieces)
 
 
 @matmul_reduce.register_fake
-def _(x, weight, bias, residual, what, group, rows, columns, counts, *_):  # type: ignore[no-untyped-def]
-    return x[0].new_empty(_out_count(group, rows, columns, counts))
+def _(x, weight, bias, residual, what, group, rows, columns, counts, *rest):  # type: ignore[no-untyped-def]
+    rank, size = rest[-2:]
+    count = sum(counts[rank::size]) if counts else sum(m * n for m, n in zip(rows, columns, strict=True))
+    return x[0].new_empty(count)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -79,22 +77,23 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 def _products_gradient(ctx: Any, grad: torch.Tensor, x: Any, weight: Any, bias: Any) -> torch.Tensor:
     """What the flat gradient of the result is for this rank's products."""
-    what, group, rows, columns, counts, reduce_op, scale, bias_share, _, backward = ctx.rest
+    what, group, rows, columns, counts, reduce_op, scale, bias_share, _, backward, *seat = ctx.rest
     grad = grad.to(wide(grad.dtype)).contiguous()
     if counts:
-        grad = gather_values(grad, group, counts)
+        grad = gather_values(grad, group, counts, *seat)
     elif group and backward == "all_reduce":
-        grad = reduce_values(grad, group, [], "sum")
+        grad = reduce_values(grad, group, [], "sum", *seat)
     if scale != 1:
         grad = grad * scale
     if reduce_op == "avg":
-        return grad / fused_run.rank_and_size(group_named(group))[1]
+        return grad / seat[1]
     if reduce_op in ("max", "min"):
         # To the ranks whose product it was; ranks that tie share it.
         x = [t.to(grad.dtype) for t in x]
-        products = matmul_reduce(x, weight, bias, None, what, "", rows, columns, [], "sum", 1.0, bias_share, 0, "")
-        chosen: torch.Tensor = (products == reduce_values(products, group, [], reduce_op)).to(grad.dtype)
-        ties: torch.Tensor = reduce_values(chosen, group, [], "sum")
+        alone: list[Any] = ["", rows, columns, [], "sum", 1.0, bias_share, 0, "", 0, 1]
+        products = matmul_reduce(x, weight, bias, None, what, *alone)
+        chosen: torch.Tensor = (products == reduce_values(products, group, [], reduce_op, *seat)).to(grad.dtype)
+        ties: torch.Tensor = reduce_values(chosen, group, [], "sum", *seat)
         return grad * chosen / ties
     return grad
 
@@ -104,7 +103,7 @@ def _wanted(flags: Any) -> bool:
 
 
 def _matmul_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    _, _, rows, columns, _, _, _, bias_share, _, _ = ctx.rest
+    _, _, rows, columns, _, _, _, bias_share, *_ = ctx.rest
     n_x, n_weight = ctx.lengths
     x, weight = ctx.saved_tensors[:n_x], ctx.saved_tensors[n_x : n_x + n_weight]
     flat = _products_gradient(ctx, grad, x, weight, list(ctx.saved_tensors[n_x + n_weight :]))
@@ -113,7 +112,7 @@ def _matmul_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
     def multiply(a: list[torch.Tensor], b: list[torch.Tensor]) -> torch.Tensor:
         heights, widths = [t.shape[0] for t in a], [t.shape[1] for t in b]
-        plan: list[Any] = ["backward", "", heights, widths, [], "sum", 1.0, 1.0, 0, ""]
+        plan: list[Any] = ["backward", "", heights, widths, [], "sum", 1.0, 1.0, 0, "", 0, 1]
         result: torch.Tensor = matmul_reduce(a, b, [], None, *plan)
         return result
 
@@ -150,18 +149,19 @@ matmul_reduce.register_autograd(_matmul_backward, setup_context=_save)
 
 
 @custom_op("unisono::reduce_values", mutates_args=())
-def reduce_values(values: torch.Tensor, group: str, counts: list[int], reduce_op: str) -> torch.Tensor:
+def reduce_values(
+    values: torch.Tensor, group: str, counts: list[int], reduce_op: str, rank: int, size: int
+) -> torch.Tensor:
     return fused_run.reduce_values(group_named(group), values, counts, reduce_op)
 
 
 @reduce_values.register_fake
-def _(values, group, counts, reduce_op):  # type: ignore[no-untyped-def]
-    rank, size = fused_run.rank_and_size(group_named(group))
+def _(values, group, counts, reduce_op, rank, size):  # type: ignore[no-untyped-def]
     return values.new_empty(sum(counts[rank::size]) if counts else values.numel())
 
 
 def _save_reduce(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, ctx.group, ctx.counts, ctx.reduce_op = inputs
+    _, ctx.group, ctx.counts, ctx.reduce_op, *ctx.seat = inputs
     if ctx.reduce_op != "sum":
         ctx.mark_non_differentiable(output)
 
@@ -169,30 +169,32 @@ def _save_reduce(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Non
 def _reduce_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     grad = grad.contiguous()
     if ctx.counts:
-        return gather_values(grad, ctx.group, ctx.counts), None, None, None
-    return reduce_values(grad, ctx.group, [], "sum"), None, None, None
+        back = gather_values(grad, ctx.group, ctx.counts, *ctx.seat)
+    else:
+        back = reduce_values(grad, ctx.group, [], "sum", *ctx.seat)
+    return back, None, None, None, None, None
 
 
 reduce_values.register_autograd(_reduce_backward, setup_context=_save_reduce)
 
 
 @custom_op("unisono::gather_values", mutates_args=())
-def gather_values(values: torch.Tensor, group: str, counts: list[int]) -> torch.Tensor:
+def gather_values(values: torch.Tensor, group: str, counts: list[int], rank: int, size: int) -> torch.Tensor:
     return fused_run.gather_values(group_named(group), values, counts)
 
 
 @gather_values.register_fake
-def _(values, group, counts):  # type: ignore[no-untyped-def]
+def _(values, group, counts, rank, size):  # type: ignore[no-untyped-def]
     return values.new_empty(sum(counts))
 
 
 def _save_gather(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, ctx.group, ctx.counts = inputs
+    _, ctx.group, ctx.counts, *ctx.seat = inputs
 
 
 def _gather_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    back = reduce_values(grad.to(wide(grad.dtype)).contiguous(), ctx.group, ctx.counts, "sum")
-    return back.to(grad.dtype), None, None
+    back = reduce_values(grad.to(wide(grad.dtype)).contiguous(), ctx.group, ctx.counts, "sum", *ctx.seat)
+    return back.to(grad.dtype), None, None, None, None
 
 
 gather_values.register_autograd(_gather_backward, setup_context=_save_gather)

@@ -25,7 +25,11 @@ class Taken(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         whole = torch.stack([grad if r == ctx.rank else torch.zeros_like(grad) for r in range(ctx.shape[0])])
-        return fused_ops.reduce_values(whole.reshape(-1), ctx.name, [], "sum").view(ctx.shape), None, None
+        return (
+            fused_ops.reduce_values(whole.reshape(-1), ctx.name, [], "sum", ctx.rank, ctx.shape[0]).view(ctx.shape),
+            None,
+            None,
+        )
 
 
 class Shown(torch.autograd.Function):
@@ -45,7 +49,7 @@ def values(*shape, seed):
 
 def put_together(y, group, counts):
     """All ranks' results behind one another."""
-    return fused_ops.gather_values(y.reshape(-1), groups.name_of(group), counts)
+    return fused_ops.gather_values(y.reshape(-1), groups.name_of(group), counts, group.rank, group.size)
 
 
 def check_all_reduce(group, reduce_op, backward, split_item):
@@ -225,11 +229,32 @@ def opcheck(group):
     x, w = torch.randn(4, 3, requires_grad=True), torch.randn(3, 5, requires_grad=True)
     # The schema and the fake; the autograd tests of opcheck run ranks apart, so they are not used here.
     kinds = ("test_schema", "test_faketensor")
-    arguments = ([x], [w], [torch.randn(5)], None, "x", name, [4], [5], [], "sum", 1.0, 0.5, 0, "all_reduce")
+    arguments = (
+        [x],
+        [w],
+        [torch.randn(5)],
+        None,
+        "x",
+        name,
+        [4],
+        [5],
+        [],
+        "sum",
+        1.0,
+        0.5,
+        0,
+        "all_reduce",
+        group.rank,
+        2,
+    )
     torch.library.opcheck(torch.ops.unisono.matmul_reduce.default, arguments, test_utils=kinds)
-    torch.library.opcheck(torch.ops.unisono.reduce_values.default, (torch.randn(12), name, [], "sum"), test_utils=kinds)
+    torch.library.opcheck(
+        torch.ops.unisono.reduce_values.default, (torch.randn(12), name, [], "sum", group.rank, 2), test_utils=kinds
+    )
     flat = torch.randn(group.rank + 1)
-    torch.library.opcheck(torch.ops.unisono.gather_values.default, (flat, name, [1, 2]), test_utils=kinds)
+    torch.library.opcheck(
+        torch.ops.unisono.gather_values.default, (flat, name, [1, 2], group.rank, 2), test_utils=kinds
+    )
 
 
 @pytest.mark.parametrize("size", [2])
