@@ -1,8 +1,8 @@
 """The fused matmuls as operators of torch: for gradients and for torch.compile.
 
 Three operators on flat tensors, each the other's gradient: ``matmul_reduce`` (products, reduced over the ranks),
-``reduce_values`` and ``gather_values``. Groups travel by name, since graphs hold no objects; rank and size are arguments
-beside it, since ranks may share the cache of compiled graphs and shapes depend on them. Gradients are products too, so
+``reduce_values`` and ``gather_values``. Groups travel by name, since graphs hold no objects; rank and size are
+arguments beside it, since ranks may share the cache of compiled graphs and shapes depend on them. Gradients are products too, so
 they take the same way: float32 sums, one rounding, never torch's 16-bit matmul. Without gradients and outside of
 torch.compile, fused.py calls what is behind the operators directly; that saves about 30 µs.
 """
@@ -86,7 +86,7 @@ def _products_gradient(ctx: Any, grad: torch.Tensor, x: Any, weight: Any, bias: 
     if scale != 1:
         grad = grad * scale
     if reduce_op == "avg":
-        return grad / seat[1]
+        return grad / int(seat[1])
     if reduce_op in ("max", "min"):
         # To the ranks whose product it was; ranks that tie share it.
         x = [t.to(grad.dtype) for t in x]

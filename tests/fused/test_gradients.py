@@ -225,36 +225,16 @@ def test_compile(pool, size, kind, dynamic):
 
 
 def opcheck(group):
-    name = groups.name_of(group)
+    name, seat, ops = groups.name_of(group), (group.rank, group.size), torch.ops.unisono
     x, w = torch.randn(4, 3, requires_grad=True), torch.randn(3, 5, requires_grad=True)
-    # The schema and the fake; the autograd tests of opcheck run ranks apart, so they are not used here.
-    kinds = ("test_schema", "test_faketensor")
-    arguments = (
-        [x],
-        [w],
-        [torch.randn(5)],
-        None,
-        "x",
-        name,
-        [4],
-        [5],
-        [],
-        "sum",
-        1.0,
-        0.5,
-        0,
-        "all_reduce",
-        group.rank,
-        2,
-    )
-    torch.library.opcheck(torch.ops.unisono.matmul_reduce.default, arguments, test_utils=kinds)
-    torch.library.opcheck(
-        torch.ops.unisono.reduce_values.default, (torch.randn(12), name, [], "sum", group.rank, 2), test_utils=kinds
-    )
-    flat = torch.randn(group.rank + 1)
-    torch.library.opcheck(
-        torch.ops.unisono.gather_values.default, (flat, name, [1, 2], group.rank, 2), test_utils=kinds
-    )
+    product = ([x], [w], [torch.randn(5)], None, "x", name, [4], [5], [], "sum", 1.0, 0.5, 0, "all_reduce", *seat)
+    for op, arguments in (
+        (ops.matmul_reduce, product),
+        (ops.reduce_values, (torch.randn(12), name, [], "sum", *seat)),
+        (ops.gather_values, (torch.randn(group.rank + 1), name, [1, 2], *seat)),
+    ):
+        # The schema and the fake; the autograd tests of opcheck run ranks apart, so they are not used here.
+        torch.library.opcheck(op.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("size", [2])
