@@ -29,3 +29,5 @@ heap_max: int = int(_number("UNISONO_HEAP_MAX", 0))
 spin_us: int = int(_number("UNISONO_SPIN", -1))
 #: Reduction kernels: "scalar", "avx2" or "avx512"; empty: the best this CPU has. Results do not depend on it.
 isa: str = os.environ.get("UNISONO_ISA", "")
+#: How many Ascend devices unisono.ascend emulates, at least; as many as the ranks of a torchrun on this host are there anyway.
+npus: int = int(_number("UNISONO_NPUS", 8))
