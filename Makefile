@@ -19,11 +19,11 @@ CXX_FILES = $(wildcard core/*.h core/*.cc tests/core/*.h tests/core/*.cc)
 REQUIREMENTS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
 	print(*p["build-system"]["requires"], *p["project"]["optional-dependencies"]["dev"], "cmake>=3.20", "ninja", sep="\n")
 
-.PHONY: help demo test test-slow bench lint format core-test sanitize install clean
+.PHONY: help demo test test-slow bench conformance lint format core-test sanitize install clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: .venv/package.done  ## set everything up, then show two ranks at work
 	$(PY) -m unisono.demo $(ARGS)
@@ -36,6 +36,9 @@ test-slow: .venv/package.done  ## run the tests marked slow
 
 bench: .venv/package.done  ## measure, and print ratios
 	$(PY) -m unisono.cli bench $(ARGS)
+
+conformance: .venv/package.done  ## torch's own distributed tests on unisono and on gloo, and every difference
+	$(PY) -m tests.conformance.run $(ARGS)
 
 lint: .venv/tools.done  ## check style and types; changes nothing
 	$(PY) -m ruff check .

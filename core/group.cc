@@ -185,7 +185,7 @@ Code Group::timed_out(Call& call, const std::vector<int>& late) {
   char seconds[32];
   int64_t limit = call.timeout_ns ? call.timeout_ns : facts_.timeout_ns;
   std::snprintf(seconds, sizeof seconds, "%.3g s", static_cast<double>(limit) / 1e9);
-  std::string text = std::string("no answer within ") + seconds;
+  std::string text = std::string("Timed out waiting ") + seconds;  // torch's words
   std::vector<std::string> lines;
   for (int r : late) {
     std::string state = peer(r).pid ? process_state(peer(r).pid) : "unknown";

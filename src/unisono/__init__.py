@@ -34,6 +34,7 @@ from .handle import Handle  # noqa: E402
 from .shared_gather import SharedGather  # noqa: E402
 from .tensors import empty, empty_like, is_shared, to_shared_, zeros  # noqa: E402
 from .torch_backend import ProcessGroupUnisono  # noqa: E402
+from .torch_groups import monitored_barrier, split_group  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -54,6 +55,8 @@ __all__ = [
     "empty",
     "empty_like",
     "is_shared",
+    "monitored_barrier",
+    "split_group",
     "to_shared_",
     "zeros",
 ]

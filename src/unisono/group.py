@@ -49,12 +49,14 @@ _BY_HASH = {hash(op): code for op, code in _OPS.items() if isinstance(op, _RedOp
 
 def _reduce_op(op: Any, factor: float | None) -> tuple[int, float]:
     """The core's number of a reduce operation, and the factor of a premul_sum."""
-    code = _OPS.get(op) if type(op) is str or type(op) is _RedOpType else None
-    if code is None and isinstance(op, dist.ReduceOp):
-        code = _BY_HASH[hash(op)]
+    kind = type(op)  # comparing a ReduceOp, or asking isinstance about it, takes microseconds
+    if kind is dist.ReduceOp:
+        code: int | None = _BY_HASH[hash(op)]
         if code == _PREMUL_SUM and factor is None:
             state: Any = op.__getstate__()
             factor = float(state[1])
+    else:
+        code = _OPS.get(op) if kind is str or kind is _RedOpType else None
     if code is None:
         names = ", ".join(sorted({k for k in _OPS if isinstance(k, str)}))
         raise ValueError(f"argument 'op' must be one of {names}, or a torch ReduceOp, got {op!r}")
@@ -216,10 +218,7 @@ class Group:
         rank 0  [1, 2]        [11, 22]
         rank 1  [10, 20]  ->  [11, 22]
         """
-        if op == "sum" and factor is None:
-            code, factor = 0, 1.0
-        else:
-            code, factor = _reduce_op(op, factor)
+        code, factor = _reduce_op(op, factor)
         pending = self._comm.all_reduce(tensor, out, code, factor, timeout_s or 0.0, async_op)
         return None if pending is None else Handle(pending, "all_reduce", tensor if out is None else out)
 

@@ -9,7 +9,6 @@ hands the tensors on: no copies, one call of the Group, except where torch asks 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from . import groups, sparse, tensors
-from .errors import CollectiveTimeoutError
+from . import groups, monitor, sparse, tensors
 from .group import Group
 from .handle import Handle
 from .work import FINISHED, Work
@@ -27,6 +25,7 @@ from .work import FINISHED, Work
 Tensor = torch.Tensor
 _CPU = torch.device("cpu")
 _SUM = dist.ReduceOp.SUM
+_REDUCE_OPS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 _UNSET = timedelta(milliseconds=-1)  # torch's word for: the group's timeout
 _profiling = torch._C._autograd._profiler_enabled
 
@@ -51,6 +50,7 @@ class ProcessGroupUnisono(dist.ProcessGroup):
         self._names = [group.name, "undefined"]
         self._batch: list[Work] | None = None
         self._comm_name = f"unisono%{group.name}%{group._comm.id:016x}"
+        self._splits = 0
         self._monitored = 0
 
     # -- what torch asks a group about itself
@@ -159,8 +159,11 @@ class ProcessGroupUnisono(dist.ProcessGroup):
     ) -> ProcessGroupUnisono | None:
         """Makes a group of some of this group's ranks; all of its ranks call it, and those not listed get None."""
         members = list(ranks) if self.rank() in ranks else None
+        self._splits += 1  # all ranks split together, so they agree on it
         child = self.unisono_group.split(
-            members, name=group_name, timeout_s=None if timeout is None else timeout.total_seconds()
+            members,
+            name=group_name or f"{self.group_name}/{self._splits}",
+            timeout_s=None if timeout is None else timeout.total_seconds(),
         )
         if child is None:
             return None
@@ -303,7 +306,8 @@ class ProcessGroupUnisono(dist.ProcessGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier in which rank 0 names the ranks that did not come in time."""
         self._monitored += 1
-        monitored_barrier(self.unisono_group, timeout, wait_all_ranks, tag=-self._monitored)
+        limit_s = self.unisono_group.timeout_s if timeout is None else timeout.total_seconds()
+        monitor.barrier(self.unisono_group, limit_s, wait_all_ranks, tag=-self._monitored)
 
     # -- point to point
 
@@ -317,6 +321,10 @@ class ProcessGroupUnisono(dist.ProcessGroup):
         return self._mail("recvAnySource", self.unisono_group.recv, _one(tensors), None, tag)
 
     # -- how a call is made
+
+    def work_of(self, handle: Handle, output: Tensor) -> Work:
+        """The torch face of a call that was made on ``unisono_group`` directly."""
+        return Work((handle,), [output])
 
     def _run(
         self,
@@ -379,42 +387,6 @@ class ProcessGroupUnisono(dist.ProcessGroup):
         return Work([handle for work in works for handle in work._handles], [work._outputs for work in works])
 
 
-def monitored_barrier(group: Group, timeout: timedelta | None, wait_all_ranks: bool, tag: int) -> None:
-    """Every rank tells rank 0 that it is here, and rank 0, when all are, that they may go on."""
-    limit_s = group.timeout_s if timeout is None else timeout.total_seconds()
-    word = torch.zeros(1, dtype=torch.uint8)
-    if group.rank != 0:
-        here = group.recv(word, 0, tag, async_op=True)
-        group.send(word.clone(), 0, tag)
-        assert isinstance(here, Handle)
-        try:
-            here.wait(limit_s)
-        except CollectiveTimeoutError:
-            raise CollectiveTimeoutError(
-                f"[Rank {group.rank}]: Rank 0 did not answer in monitoredBarrier within {limit_s * 1000:.0f} ms; "
-                "another rank may be missing, see the error of rank 0"
-            ) from None
-        return
-    arrivals = [(r, group.recv(torch.zeros_like(word), r, tag, async_op=True)) for r in range(1, group.size)]
-    end = time.monotonic() + limit_s
-    missing: list[int] = []
-    for r, arrival in arrivals:
-        assert isinstance(arrival, Handle)
-        try:
-            arrival.wait(max(end - time.monotonic(), 1e-3))
-        except CollectiveTimeoutError:
-            missing.append(r)
-            if not wait_all_ranks:
-                break
-    if missing:
-        who = ("Ranks " if len(missing) > 1 else "Rank ") + ", ".join(map(str, missing))
-        error = CollectiveTimeoutError(f"[Rank 0]: {who} failed to pass monitoredBarrier in {limit_s * 1000:.0f} ms")
-        error.op, error.group, error.rank, error.peers = "monitored_barrier", group.name, 0, tuple(missing)
-        raise error
-    for r in range(1, group.size):
-        group.send(word, r, tag)
-
-
 def create(opts: Any, backend_options: Any = None) -> ProcessGroupUnisono:
     """Makes the group that init_process_group and new_group ask for."""
     _refuse_other_devices()
@@ -463,7 +435,7 @@ def _reduction(opts: Any) -> tuple[Any, Any]:
     """The reduce operation, and the options if there are any."""
     if opts is None:
         return _SUM, None
-    if isinstance(opts, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+    if type(opts) in _REDUCE_OPS:
         return opts, None
     return opts.reduceOp, opts
 
