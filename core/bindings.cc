@@ -493,9 +493,36 @@ class Door {
 
 nb::object empty(const std::vector<int64_t>& shape, int code, int bits) {
   Failure failure;
-  nb::object tensor = make_tensor(shape, {static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1}, failure);
+  nb::object tensor =
+      make_tensor(shape.data(), shape.size(), {static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1}, failure);
   if (!tensor.is_valid()) raise(failure, "", -1);
   return tensor;
+}
+
+nb::object empty_like(nb::handle other) {
+  Failure failure;
+  nb::object tensor = make_tensor_like(other, failure);
+  if (!tensor.is_valid()) raise(failure, "", -1);
+  return tensor;
+}
+
+// Combines tensors of this process, one per rank and in rank order, by the number rule of reduce.h.
+void combine(nb::handle output, nb::list inputs, int op, const std::vector<double>& factors) {
+  View out = view_tensor(output, "output");
+  Call call;
+  set_reduction(call, output, out.dtype, op, 1.0);
+  std::vector<const void*> sources;
+  for (nb::handle input : inputs) {
+    View in = view_tensor(input, "inputs");
+    if (in.dtype != out.dtype || in.count != out.count)
+      throw nb::value_error("argument 'inputs' must have the dtype and the number of elements of 'output'");
+    sources.push_back(in.data);
+  }
+  if (sources.empty() || factors.size() != sources.size())
+    throw nb::value_error("argument 'inputs' must have at least one tensor, and 'factors' a number for each");
+  void* to = out.data;
+  nb::gil_scoped_release release;
+  reduce({call.dtype, call.op, out.count, sources.data(), sources.size(), &to, 1, factors.data(), false});
 }
 
 nb::dict heap_usage() {
@@ -533,8 +560,10 @@ NB_MODULE(_core, m) {
           if (spin_us >= 0) spin_ns = spin_us * 1000;
         });
   m.def("empty", &unisono::empty);
+  m.def("empty_like", &unisono::empty_like);
   m.def("is_shared", [](nb::handle t) { return in_region(view_tensor(t, "tensor").data); });
   m.def("in_region", [](uintptr_t p) { return in_region(reinterpret_cast<const void*>(p)); });
+  m.def("combine", &combine);
   m.def("heap_usage", &heap_usage);
   m.def("memory_available", &memory_available);
   m.def("isa", [] { return isa_name(current_isa()); });

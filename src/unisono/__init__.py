@@ -18,6 +18,7 @@ _core.setup(_torch.Tensor, errors.make_error, errors.call_site, settings.heap_ma
 if settings.isa and not _core.set_isa(settings.isa):
     raise ValueError(f"UNISONO_ISA={settings.isa}: this CPU does not have it; leave it empty for the best there is")
 
+from . import comm_func  # noqa: E402
 from .errors import (  # noqa: E402
     AbortedError,
     ClosedError,
@@ -35,6 +36,7 @@ from .shared_gather import SharedGather  # noqa: E402
 from .tensors import empty, empty_like, is_shared, to_shared_, zeros  # noqa: E402
 from .torch_backend import ProcessGroupUnisono  # noqa: E402
 from .torch_groups import monitored_barrier, split_group  # noqa: E402
+from .uneven import all_gather_into_tensor_uneven, all_to_all_vc, reduce_scatter_tensor_uneven  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -52,10 +54,14 @@ __all__ = [
     "SharedGather",
     "SystemCallError",
     "UnisonoError",
+    "all_gather_into_tensor_uneven",
+    "all_to_all_vc",
+    "comm_func",
     "empty",
     "empty_like",
     "is_shared",
     "monitored_barrier",
+    "reduce_scatter_tensor_uneven",
     "split_group",
     "to_shared_",
     "zeros",

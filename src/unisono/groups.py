@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupMember
 
-from .group import Group
+from .group import Group, find_key
 
 #: What a ``group`` argument may be.
 GroupLike: TypeAlias = Group | ProcessGroup | str | None
@@ -24,16 +24,27 @@ GroupLike: TypeAlias = Group | ProcessGroup | str | None
 WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group", "world")
 
 _named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_elsewhere: set[str] = set()  # names of groups this process is not in
 
 
-def remember(name: str, group: ProcessGroup | Group) -> None:
-    """Lets :func:`resolve` find a group by this name, as long as the group lives."""
-    _named[name] = group
+def remember(name: str, group: ProcessGroup | Group | None) -> None:
+    """Lets :func:`resolve` find a group by this name, as long as the group lives; None: this process is not in it."""
+    forget(name)
+    if group is None:
+        _elsewhere.add(name)
+    else:
+        _named[name] = group
 
 
 def forget(name: str) -> None:
     """Undoes :func:`remember`."""
     _named.pop(name, None)
+    _elsewhere.discard(name)
+
+
+def is_known(name: str) -> bool:
+    """Says whether :func:`remember` was given this name."""
+    return name in _named or name in _elsewhere
 
 
 def default_group() -> ProcessGroup:
@@ -55,11 +66,11 @@ def resolve(group: GroupLike) -> ProcessGroup | Group | None:
     """The group that is meant; None if this process is not in it.
 
     A name is one that :func:`remember` was given (``comm_func.create_group``, ``get_comm_name``), a torch group's
-    ``group_name``, or one of ``WORLD_NAMES``.
+    ``group_name``, a :class:`Group`'s ``key``, or one of ``WORLD_NAMES``.
     """
     if group is None:
-        return default_group()
-    if isinstance(group, (ProcessGroup, Group)):
+        return GroupMember.WORLD or default_group()
+    if isinstance(group, (Group, ProcessGroup)):
         return group
     if isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER:
         return None
@@ -67,8 +78,13 @@ def resolve(group: GroupLike) -> ProcessGroup | Group | None:
         found = _named.get(group)
         if found is not None:
             return found  # type: ignore[no-any-return]
+        if group in _elsewhere:
+            return None
         if group in WORLD_NAMES:
             return default_group()
+        own = find_key(group)
+        if own is not None:
+            return own
         try:
             return _resolve_process_group(group)  # type: ignore[arg-type]
         except (RuntimeError, ValueError):
