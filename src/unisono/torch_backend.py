@@ -167,7 +167,7 @@ class ProcessGroupUnisono(dist.ProcessGroup):
         )
         if child is None:
             return None
-        group = ProcessGroupUnisono(child, self._store)
+        group = type(self)(child, self._store)
         if group_desc:
             group.setGroupDesc(group_desc)
         return group
@@ -389,26 +389,7 @@ class ProcessGroupUnisono(dist.ProcessGroup):
 
 def create(opts: Any, backend_options: Any = None) -> ProcessGroupUnisono:
     """Makes the group that init_process_group and new_group ask for."""
-    _refuse_other_devices()
-    size = opts.group_size
-    group = Group.from_store(
-        opts.store, opts.group_rank, size, name=opts.group_id or "0", timeout_s=opts.timeout.total_seconds()
-    )
-    group.ranks = list(opts.global_ranks_in_group) or list(range(size))
-    return ProcessGroupUnisono(group, opts.store)
-
-
-def _refuse_other_devices() -> None:
-    """torch 2.13 puts a group written in Python in the place of all backends of a "cpu:unisono,cuda:nccl", silently."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
-    config = frame.f_locals.get("backend_config")
-    if config is None:
-        return
-    others = {d: str(b) for d, b in config.get_device_backend_map().items() if str(b) != "unisono"}
+    others = {d: b for d, b in wanted_backends().items() if b != "unisono"}
     if others:
         named = ", ".join(f'"{device}:{backend}"' for device, backend in others.items())
         raise RuntimeError(
@@ -416,6 +397,32 @@ def _refuse_other_devices() -> None:
             'latter.\n  Make two groups: init_process_group("unisono") for CPU tensors, and new_group(backend=…) for '
             "the others"
         )
+    return ProcessGroupUnisono(join(opts), opts.store)
+
+
+def join(opts: Any) -> Group:
+    """Meets the other ranks of a group that torch asks for."""
+    size = opts.group_size
+    group = Group.from_store(
+        opts.store, opts.group_rank, size, name=opts.group_id or "0", timeout_s=opts.timeout.total_seconds()
+    )
+    group.ranks = list(opts.global_ranks_in_group) or list(range(size))
+    return group
+
+
+def wanted_backends() -> dict[str, str]:
+    """By device, the backends of the group that torch is making.
+
+    torch 2.13 puts a group written in Python in the place of all backends of a "cpu:unisono,cuda:nccl", silently, and
+    does not tell it of them; so we look at the call.
+    """
+    frame = sys._getframe(1)
+    while frame.f_code.co_name != "_new_process_group_helper":
+        if frame.f_back is None:
+            return {}
+        frame = frame.f_back
+    config = frame.f_locals.get("backend_config")
+    return {} if config is None else {d: str(b) for d, b in config.get_device_backend_map().items()}
 
 
 def _one(tensors: Any) -> Tensor:

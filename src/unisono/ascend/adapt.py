@@ -7,6 +7,7 @@ pinned memory. Each function here mends one of these, and only for npu; torch's 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ def adapt_torch() -> None:
     from . import npu
 
     backend_registration._setup_privateuseone_for_python_backend("npu", npu.module)
+    sys.modules["torch.npu.amp"] = amp
     dispatch.register()
     amp.register()
     _name_current_device()

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from . import missing
+
 _LOWER = """
     _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
     conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm
@@ -48,6 +50,8 @@ def register() -> None:
     """Puts the casts into torch's dispatcher, once per process."""
     if _registered:
         return
+    everything = torch.library.Library("_", "IMPL")
+    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
     kinds: list[tuple[str, Callable[[list[torch.Tensor]], torch.dtype | None]]] = [
         (_LOWER, lambda tensors: torch.get_autocast_dtype("npu")),
@@ -61,7 +65,7 @@ def register() -> None:
             op = _find(name)
             if op is not None:
                 aten.m.impl(name, "AutocastPrivateUse1", functools.partial(_cast, op, choose), False)  # type: ignore[union-attr]
-    _registered.append(aten)
+    _registered.extend((everything, aten))
 
 
 def _find(name: str) -> OpOverload | None:
@@ -116,3 +120,30 @@ def _refuse(tensors: list[torch.Tensor]) -> torch.dtype | None:
         "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
         "  Use torch.nn.functional.binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss"
     )
+
+
+class autocast(torch.amp.autocast_mode.autocast):
+    """``torch.npu.amp.autocast``: float16 unless told."""
+
+    def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
+        super().__init__("npu", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.npu.amp.GradScaler``."""
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        dynamic: bool = True,
+        enabled: bool = True,
+    ) -> None:
+        if not dynamic:
+            missing.refuse("torch.npu.amp.GradScaler(dynamic=False)")
+        super().__init__("npu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+
+__getattr__ = missing.attribute_of("torch.npu.amp")

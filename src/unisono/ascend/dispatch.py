@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from . import state
+from . import cells, missing, state
 from .memory import as_cpu, as_npu, storage_as_cpu
 
 Tensor = torch.Tensor
@@ -86,9 +86,7 @@ class _Call:
                 return value
             self._meet(value.device.index)
             if value.layout is not torch.strided:
-                raise NotImplementedError(
-                    f"{self.plan.op.name()}: {value.layout} tensors on npu are not emulated by unisono.ascend"
-                )
+                missing.refuse(f"the operator {self.plan.op.name()} on {value.layout} npu tensors")
             cpu = as_cpu(value)
             self.pairs.append((value, cpu))
             return cpu
@@ -117,7 +115,7 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     cpu_args = [lower(value) for value in args]
     cpu_kwargs = {name: lower(value) for name, value in kwargs.items()} if kwargs else {}
     if call.index < 0:
-        raise NotImplementedError(f"{op.name()} is not emulated on npu by unisono.ascend")
+        missing.refuse(f"the operator {op.name()} on npu")
     if call.host and call.pairs and not plan.may_mix:
         raise RuntimeError(_two_devices(plan, f"npu:{call.index}", "cpu"))
     if plan.generator is not None:
@@ -205,6 +203,10 @@ def _as_strided(self: Tensor, size: Sequence[int], stride: Sequence[int], offset
     return _strided(self, size, stride, self.storage_offset() if offset is None else offset)
 
 
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    return _copy_from(source, target)
+
+
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     cpu_target = target if target.is_cpu else as_cpu(target)
     cpu_target.copy_(source if source.is_cpu else as_cpu(source))
@@ -250,6 +252,7 @@ def _record_stream(self: Tensor, stream: Any) -> None:
 
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "aten::as_strided": _as_strided,
+    "aten::copy_": _copy,  # torch's own would ask _copy_from, for conjugated tensors for ever
     "aten::_copy_from": _copy_from,
     "aten::_copy_from_and_resize": _copy_from_and_resize,
     "aten::resize_": _resize,
@@ -257,7 +260,14 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
     "aten::set_.source_Storage_storage_offset": _set_storage,
     "aten::set_.source_Tensor": _set_tensor,
     "aten::record_stream": _record_stream,
+    "aten::_thnn_fused_lstm_cell": cells.lstm_cell,
+    "aten::_thnn_fused_lstm_cell_backward_impl": cells.lstm_cell_backward,
+    "aten::_thnn_fused_gru_cell": cells.gru_cell,
+    "aten::_thnn_fused_gru_cell_backward": cells.gru_cell_backward,
 }
+
+# Composed by torch of kernels that it picks by the device, and knows none for npu: these run whole as well.
+_WHOLE = frozenset({"aten::convolution", "aten::convolution_backward"})
 
 _registered: list[torch.library.Library] = []  # alive, the kernels stay
 
@@ -271,18 +281,27 @@ def register() -> None:
     if _registered:
         return
     everything = torch.library.Library("_", "IMPL")
-    everything.fallback(lambda op, *args, **kwargs: run(op, args, kwargs), "PrivateUse1")
+    everything.fallback(_run_other, "PrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in torch._C._dispatch_get_all_op_names():
         if name in _SPECIAL:
             kernel = _SPECIAL[name]
-        elif name.startswith("aten::") and has_kernel(name, "CPU"):
+        elif name in _WHOLE or (name.startswith("aten::") and has_kernel(name, "CPU")):
             kernel = _kernel(name)
         else:
             continue
         aten.m.impl(name.removeprefix("aten::"), "PrivateUse1", kernel, False)  # type: ignore[union-attr]
     _registered.extend((everything, aten))
+
+
+def _run_other(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return run(op, args, kwargs)
+    except NotImplementedError as error:
+        if "arguments from the 'CPU' backend" in str(error):  # torch's words, of a screen's length
+            missing.refuse(f"the operator {op.name()} on npu, which has no kernel for the CPU,")
+        raise
 
 
 def _kernel(name: str) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import amp as amp
 from . import memory, missing, state
 from .amp import get_amp_supported_dtype as get_amp_supported_dtype
 from .state import current_device as current_device
