@@ -158,12 +158,12 @@ def _run_one(backend: str, case: type[unittest.TestCase], name: str, folder: str
         time.sleep(0.02)
     for left in _session_members(pid):
         os.kill(left, signal.SIGKILL)
-    record = {"test": name, "status": "crash", "reason": "the supervisor died"}
+    outcome: dict[str, Any] = {"status": "crash", "reason": "the supervisor died"}
     if late:
-        record.update(status="timeout", reason=f"no end within {limit_s:g} s")
+        outcome = {"status": "timeout", "reason": f"no end within {limit_s:g} s"}
     elif answer.exists():
-        record.update(json.loads(answer.read_text()))
-    return {**record, "seconds": round(time.monotonic() - begin, 2)}
+        outcome = json.loads(answer.read_text())
+    return {"test": name, **outcome, "seconds": round(time.monotonic() - begin, 2)}
 
 
 def _supervise(backend: str, case: Any, name: str, answer: Path) -> None:
