@@ -95,6 +95,15 @@ def resolve(group: GroupLike) -> ProcessGroup | Group | None:
     )
 
 
+def name_of(group: ProcessGroup | Group) -> str:
+    """A name that :func:`resolve` finds this group by, for graphs, which hold no objects."""
+    if isinstance(group, Group):
+        name = f"unisono-{group._comm.id:x}-{group.rank}"
+        _named[name] = group
+        return name
+    return str(group.group_name)
+
+
 def native(group: ProcessGroup | Group) -> Group | None:
     """The unisono Group under a process group, None if another backend is."""
     if isinstance(group, Group):
