@@ -66,8 +66,7 @@ class Work(dist.Work):
         the exception of a callback, the one way that torch turns into an error of the future.
         """
         if self._future is None:
-            devices = sorted({tensor.device for tensor in _flat(self._outputs) if not tensor.is_cpu}, key=str)
-            over: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+            over: torch.futures.Future[Any] = torch.futures.Future()
             self._future = over.then(lambda _: self._result_or_raise())
             if self._handles:
                 self._handles[-1].when_done(lambda: over.set_result(True))

@@ -67,7 +67,7 @@ def on_host(function: Function) -> Function:
         if len(indices) > 1:
             found = " and ".join(f"npu:{index}" for index in sorted(indices))
             raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, {found}!")
-        result = function(*cpu_args, **cpu_kwargs)
+        result = function(*cpu_args, **cpu_kwargs)  # alive until the end, so no other tensor takes an id in it
         return _raise_up(met, indices.pop(), result)
 
     return call  # type: ignore[return-value]
@@ -87,7 +87,9 @@ def _lower(met: dict[int, Tensor], value: Any) -> Any:
 
 def _raise_up(met: dict[int, Tensor], index: int, value: Any) -> Any:
     if isinstance(value, Tensor):
-        return met[id(value)] if id(value) in met else to_npu(value, index)
+        if id(value) not in met:
+            met[id(value)] = to_npu(value, index)
+        return met[id(value)]
     if isinstance(value, (Handle, torch.distributed.Work)):
         outputs = getattr(value, "_outputs", None)
         if outputs is not None:

@@ -79,7 +79,6 @@ class ProcessGroupHCCL(ProcessGroupUnisono):
         if self._store is None:
             raise RuntimeError("Expected a group of init_process_group or new_group, got one that was split off")
         self._rebuilt += 1
-        old.abort("reinit_process_group")
         group = Group.from_store(
             self._store, old.rank, old.size, name=f"{old.name}#{self._rebuilt}", timeout_s=old.timeout_s
         )
