@@ -107,6 +107,20 @@ bool is_contiguous(const dlpack::Tensor& t) {
   return true;
 }
 
+size_t element_count(const dlpack::Tensor& t) {
+  size_t count = 1;
+  for (int i = 0; i < t.ndim; i++) count *= static_cast<size_t>(t.shape[i]);
+  return count;
+}
+
+// Lazy conjugation and negation are bits beside the data; a view that has one and is contiguous has one element at
+// most, or is complex.
+bool is_lazy(nb::handle object, const View& view) {
+  bool complex = view.dtype == DType::c64 || view.dtype == DType::c128;
+  return (complex && nb::cast<bool>(object.attr("is_conj")())) ||
+         (view.count == 1 && nb::cast<bool>(object.attr("is_neg")()));
+}
+
 std::string attribute(nb::handle object, const char* name) {
   nb::object value = nb::getattr(object, name, nb::none());
   return nb::cast<std::string>(nb::str(value));
@@ -154,19 +168,14 @@ View view_tensor(nb::handle object, const char* argument) {
     throw nb::type_error(("argument '" + std::string(argument) + "' has dtype " + attribute(object, "dtype") +
                           ", which unisono does not know")
                              .c_str());
-  view.count = 1;
-  for (int i = 0; i < t.ndim; i++) view.count *= static_cast<size_t>(t.shape[i]);
+  view.count = element_count(t);
   if (view.count > 0 && !is_contiguous(t))
     throw nb::value_error(("argument '" + std::string(argument) + "' must be contiguous, got shape " +
                            attribute(object, "shape") + " with strides " +
                            nb::cast<std::string>(nb::str(object.attr("stride")())))
                               .c_str());
   view.data = static_cast<std::byte*>(t.data) + t.byte_offset;
-  // Lazy conjugation and negation are bits beside the data; a view that has one and is contiguous has one element
-  // at most, or is complex.
-  bool complex = view.dtype == DType::c64 || view.dtype == DType::c128;
-  if ((complex && nb::cast<bool>(object.attr("is_conj")())) ||
-      (view.count == 1 && nb::cast<bool>(object.attr("is_neg")())))
+  if (is_lazy(object, view))
     throw nb::value_error(("argument '" + std::string(argument) +
                            "' is a lazily conjugated or negated view; call resolve_conj() or resolve_neg() first")
                               .c_str());
@@ -223,7 +232,7 @@ std::shared_ptr<Heap> process_heap(Failure& failure) {
   return heap;
 }
 
-nb::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype, Failure& failure) {
+nb::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype, Failure& failure, std::byte** at) {
   size_t bytes = dtype.bits / 8;
   for (size_t i = 0; i < dims; i++)
     if (__builtin_mul_overflow(bytes, static_cast<size_t>(shape[i]), &bytes)) {
@@ -233,6 +242,7 @@ nb::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype
   auto heap = process_heap(failure);
   void* data = heap ? heap->allocate(bytes, failure) : nullptr;
   if (!data) return {};
+  if (at) *at = static_cast<std::byte*>(data);
   Owner* owner = make_owner(shape, dims, data, dtype);
   owner->block = data;
   owner->heap = heap.get();
@@ -240,14 +250,20 @@ nb::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype
   return to_tensor(owner);
 }
 
-nb::object make_tensor_like(nb::handle object, Failure& failure) {
+Twin make_twin(nb::handle object, Failure& failure) {
   dlpack::Tensor t;
-  if (!is_tensor(object) || exchange->view_object(object.ptr(), &t) != 0 || t.device.type != dlpack::kCpu ||
-      !is_contiguous(t)) {
+  Twin twin{{}, nb::none()};
+  if (!is_tensor(object) || exchange->view_object(object.ptr(), &t) != 0) {
     PyErr_Clear();
-    return nb::none();
+    return twin;
   }
-  return make_tensor(t.shape, static_cast<size_t>(t.ndim), t.dtype, failure);
+  View& v = twin.view;
+  v.count = element_count(t);
+  v.data = static_cast<std::byte*>(t.data) + t.byte_offset;
+  if (t.device.type == dlpack::kCpu && is_contiguous(t) && convert(t.dtype, v.dtype) && !is_lazy(object, v) &&
+      (t.data || v.count == 0))
+    twin.made = make_tensor(t.shape, static_cast<size_t>(t.ndim), t.dtype, failure, &twin.at);
+  return twin;
 }
 
 nb::object wrap_bytes(std::byte* data, size_t bytes, std::shared_ptr<void> keep) {

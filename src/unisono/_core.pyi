@@ -74,6 +74,7 @@ class Communicator:
         run_async: bool,
         /,
     ) -> Pending | None: ...
+    def all_reduced(self, tensor: torch.Tensor, op: int, /) -> torch.Tensor | None: ...
     def reduce(
         self,
         tensor: torch.Tensor,

@@ -13,21 +13,10 @@ from . import _core
 from .errors import call_site, make_error
 
 OP_NAMES = {code: name for name, code in _core.OPS.items()}
+NO_OP = -1
+
 _MISMATCH = 1  # its number in errors.py and core/status.h
-
-
-def spans(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Where each chunk starts and ends in the whole."""
-    edges, at = [], 0
-    for count in counts:
-        edges.append((at, at + count))
-        at += count
-    return edges
-
-
-def copy_unless_same(to: torch.Tensor, source: torch.Tensor) -> None:
-    if source.numel() and to.data_ptr() != source.data_ptr():
-        to.copy_(source)
+_HEAD = struct.Struct("<8sdH")
 
 
 class Request:
@@ -37,31 +26,28 @@ class Request:
 
     def __init__(self, verb: str, dtype: torch.dtype, op: int, counts: Sequence[int], factor: float = 1.0) -> None:
         self.verb = verb
-        facts = f"{verb}  {str(dtype)[6:]}  " + ("" if op < 0 else f"{OP_NAMES[op]}  ")
+        facts = f"{verb}  {str(dtype)[6:]}  " + ("" if op == NO_OP else f"{OP_NAMES[op]}  ")
+        listed = str(list(counts))
+        self.digest = blake2b((facts + listed).encode(), digest_size=8).digest()
         # The words are cut at some length, the digest knows all counts.
-        self.digest = blake2b(f"{facts}{list(counts)}".encode(), digest_size=8).digest()
-        shown = str(list(counts))
-        words = f"{facts}{shown if len(shown) < 120 else shown[:116] + ' …'}   {call_site()}"
-        self.bytes = bytearray(self.BYTES)
-        encoded = words.encode()[: self.BYTES - 18]
-        struct.pack_into(f"<8sdH{len(encoded)}s", self.bytes, 0, self.digest, factor, len(encoded), encoded)
-
-    def tensor(self) -> torch.Tensor:
-        return torch.frombuffer(self.bytes, dtype=torch.uint8)
+        words = f"{facts}{listed if len(listed) < 120 else listed[:116] + ' ...'}   {call_site()}"
+        encoded = words.encode()[: self.BYTES - _HEAD.size]
+        self.bytes = _HEAD.pack(self.digest, factor, len(encoded)) + encoded.ljust(self.BYTES - _HEAD.size, b"\0")
 
 
-def compare(pg: ProcessGroup, seq: int, request: Request, shown: Sequence[torch.Tensor]) -> list[float]:
-    """The factors of all ranks, or MismatchError if any was asked for something else. ``shown`` is by rank."""
+def compare(pg: ProcessGroup, seq: int, request: Request, letters: Sequence[bytearray]) -> list[float]:
+    """The factors of all ranks, or MismatchError if any was asked for something else.
+
+    ``letters`` are by rank, each beginning with a request's bytes.
+    """
     factors, lines, differing = [], [], []
-    for rank, letter in enumerate(shown):
-        data = bytes(letter.tolist())
-        digest, factor, length = struct.unpack_from("<8sdH", data)
+    for rank, letter in enumerate(letters):
+        digest, factor, length = _HEAD.unpack_from(letter)
         factors.append(factor)
-        lines.append(data[18 : 18 + length].decode(errors="replace"))
+        lines.append(letter[_HEAD.size : min(_HEAD.size + length, Request.BYTES)].decode(errors="replace"))
         if digest != request.digest:
             differing.append(rank)
     if differing:
-        name = getattr(pg, "group_name", "")
         text = "ranks were asked for different things"
-        raise make_error(_MISMATCH, request.verb, seq, name, pg.rank(), differing, text, lines, False)
+        raise make_error(_MISMATCH, request.verb, seq, pg.group_name, pg.rank(), differing, text, lines, False)
     return factors

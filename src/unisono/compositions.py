@@ -23,10 +23,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from . import _core
-from .agreement import OP_NAMES, Request, compare, copy_unless_same
+from .agreement import NO_OP, OP_NAMES, Request, compare
 from .composed_work import JoinedWork
 from .direct import Direct
 
@@ -40,18 +41,16 @@ _PIECE_BYTES = 4 << 20  # of a chunk that has to be copied before a reduce that 
 class Composition(Protocol):
     """The verbs of a group of another backend; each returns None, or a Work if ``async_op``."""
 
-    def all_gather(
-        self, whole: torch.Tensor, part: torch.Tensor, counts: Sequence[int], async_op: bool
-    ) -> dist.Work | None: ...
+    def all_gather(self, whole: Tensor, part: Tensor, counts: Sequence[int], async_op: bool) -> dist.Work | None: ...
 
     def reduce_scatter(
-        self, part: torch.Tensor, whole: torch.Tensor, counts: Sequence[int], op: int, factor: float, async_op: bool
+        self, part: Tensor, whole: Tensor, counts: Sequence[int], op: int, factor: float, async_op: bool
     ) -> dist.Work | None: ...
 
     def all_to_all(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Tensor,
+        input: Tensor,
         output_counts: Sequence[int],
         input_counts: Sequence[int],
         matrix: Sequence[int],
@@ -99,23 +98,26 @@ class _Asking:
     def ask(self, request: Request) -> None:
         self.seq += 1
         if self.can_ask:
-            shown = [torch.empty(Request.BYTES, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(shown, request.tensor(), group=self.pg)
-            compare(self.pg, self.seq, request, shown)
+            # Not over Python's bytes: a backend's thread may let go of the tensors when Python has ended.
+            mine = torch.tensor(list(request.bytes), dtype=torch.uint8)
+            shown = [torch.empty_like(mine) for _ in range(self.size)]
+            dist.all_gather(shown, mine, group=self.pg)
+            compare(self.pg, self.seq, request, [bytearray(letter.tolist()) for letter in shown])
 
     def all_to_all(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Tensor,
+        input: Tensor,
         output_counts: Sequence[int],
         input_counts: Sequence[int],
         matrix: Sequence[int],
         async_op: bool,
     ) -> dist.Work | None:
-        self.ask(Request("all_to_all", input.dtype, -1, matrix))
-        return dist.all_to_all_single(
+        self.ask(Request("all_to_all", input.dtype, NO_OP, matrix))
+        work: dist.Work | None = dist.all_to_all_single(
             output, input, list(output_counts), list(input_counts), group=self.pg, async_op=async_op
         )
+        return work
 
 
 def _torch_op(op: int, factor: float) -> Any:
@@ -127,18 +129,20 @@ def _torch_op(op: int, factor: float) -> Any:
 class Lists(_Asking):
     """A backend whose list forms take unequal tensors."""
 
-    def all_gather(
-        self, whole: torch.Tensor, part: torch.Tensor, counts: Sequence[int], async_op: bool
-    ) -> dist.Work | None:
-        self.ask(Request("all_gather", part.dtype, -1, counts))
-        return dist.all_gather(list(torch.split(whole, list(counts))), part, group=self.pg, async_op=async_op)
+    def all_gather(self, whole: Tensor, part: Tensor, counts: Sequence[int], async_op: bool) -> dist.Work | None:
+        self.ask(Request("all_gather", part.dtype, NO_OP, counts))
+        chunks = list(torch.split(whole, list(counts)))
+        work: dist.Work | None = dist.all_gather(chunks, part, group=self.pg, async_op=async_op)
+        return work
 
     def reduce_scatter(
-        self, part: torch.Tensor, whole: torch.Tensor, counts: Sequence[int], op: int, factor: float, async_op: bool
+        self, part: Tensor, whole: Tensor, counts: Sequence[int], op: int, factor: float, async_op: bool
     ) -> dist.Work | None:
         self.ask(Request("reduce_scatter", part.dtype, op, counts, factor))
         chunks = list(torch.split(whole, list(counts)))
-        return dist.reduce_scatter(part, chunks, _torch_op(op, factor), group=self.pg, async_op=async_op)
+        op_of_torch = _torch_op(op, factor)
+        work: dist.Work | None = dist.reduce_scatter(part, chunks, op_of_torch, group=self.pg, async_op=async_op)
+        return work
 
 
 class Ascend(_Asking):
@@ -150,17 +154,15 @@ class Ascend(_Asking):
         super().__init__(pg)
         self.native = native
 
-    def all_gather(
-        self, whole: torch.Tensor, part: torch.Tensor, counts: Sequence[int], async_op: bool
-    ) -> dist.Work | None:
-        self.ask(Request("all_gather", part.dtype, -1, counts))
+    def all_gather(self, whole: Tensor, part: Tensor, counts: Sequence[int], async_op: bool) -> dist.Work | None:
+        self.ask(Request("all_gather", part.dtype, NO_OP, counts))
         work = self.native.all_gather_into_tensor_uneven(
             whole, part, output_split_sizes=list(counts), group=self.pg, async_op=async_op
         )
         return work if async_op else None
 
     def reduce_scatter(
-        self, part: torch.Tensor, whole: torch.Tensor, counts: Sequence[int], op: int, factor: float, async_op: bool
+        self, part: Tensor, whole: Tensor, counts: Sequence[int], op: int, factor: float, async_op: bool
     ) -> dist.Work | None:
         self.ask(Request("reduce_scatter", part.dtype, op, counts, factor))
         work = self.native.reduce_scatter_tensor_uneven(
@@ -180,12 +182,10 @@ class Rooted(_Asking):
         super().__init__(pg)
         self.keeps_input = keeps_input
 
-    def all_gather(
-        self, whole: torch.Tensor, part: torch.Tensor, counts: Sequence[int], async_op: bool
-    ) -> dist.Work | None:
-        self.ask(Request("all_gather", part.dtype, -1, counts))
+    def all_gather(self, whole: Tensor, part: Tensor, counts: Sequence[int], async_op: bool) -> dist.Work | None:
+        self.ask(Request("all_gather", part.dtype, NO_OP, counts))
         chunks = torch.split(whole, list(counts))
-        copy_unless_same(chunks[self.rank], part)
+        _copy_unless_same(chunks[self.rank], part)
         works = [
             dist.broadcast(chunk, group_src=root, group=self.pg, async_op=True)
             for root, chunk in enumerate(chunks)
@@ -194,7 +194,7 @@ class Rooted(_Asking):
         return _joined(JoinedWork(works, whole), async_op)
 
     def reduce_scatter(
-        self, part: torch.Tensor, whole: torch.Tensor, counts: Sequence[int], op: int, factor: float, async_op: bool
+        self, part: Tensor, whole: Tensor, counts: Sequence[int], op: int, factor: float, async_op: bool
     ) -> dist.Work | None:
         self.ask(Request("reduce_scatter", part.dtype, op, counts, factor))
         name = OP_NAMES[op]
@@ -203,7 +203,7 @@ class Rooted(_Asking):
         works = []
         for root, chunk in enumerate(torch.split(whole, list(counts))):
             if root == self.rank:
-                copy_unless_same(part, chunk)
+                _copy_unless_same(part, chunk)
                 if name == "premul_sum":
                     part.mul_(factor)
                 chunk = part
@@ -221,6 +221,11 @@ class Rooted(_Asking):
             part.div_(self.size, rounding_mode=None if part.is_floating_point() or part.is_complex() else "trunc")
 
         return _joined(JoinedWork(works, part, divide if name == "avg" else None), async_op)
+
+
+def _copy_unless_same(to: Tensor, source: Tensor) -> None:
+    if to.data_ptr() != source.data_ptr():
+        to.copy_(source)
 
 
 def _joined(work: JoinedWork, async_op: bool) -> dist.Work | None:

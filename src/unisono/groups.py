@@ -104,7 +104,7 @@ def name_of(group: ProcessGroup | Group) -> str:
     return str(group.group_name)
 
 
-def native(group: ProcessGroup | Group) -> Group | None:
+def native(group: GroupLike) -> Group | None:
     """The unisono Group under a process group, None if another backend is."""
     if isinstance(group, Group):
         return group

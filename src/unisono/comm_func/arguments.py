@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .. import _core
 from ..group import Group
 from ..groups import GroupLike, resolve
 from ..splits import SplitsLike, cut, splits_of
@@ -22,6 +23,7 @@ _RedOpType = dist.ReduceOp.RedOpType
 
 #: The strings an ``op`` may be.
 OPS = ("sum", "prod", "min", "max", "avg")
+OP_CODES = {name: _core.OPS["product" if name == "prod" else name] for name in OPS}
 _TORCH_OPS = {
     getattr(_RedOpType, name): "prod" if name == "PRODUCT" else name.lower()
     for name in ("SUM", "PRODUCT", "MIN", "MAX", "AVG", "BAND", "BOR", "BXOR", "PREMUL_SUM")

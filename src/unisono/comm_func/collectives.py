@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.distributed.distributed_c10d import GroupMember
 
-from .. import _core
 from ..groups import GroupLike, native
 from ..handle import Handle
 from ..splits import SplitsLike
 from . import arguments, launch, operators
-from .arguments import PLAIN, equal_parts, facts, group_rank, member, no_tensor, numbers, reduction, rows_of
+from .arguments import OP_CODES, PLAIN, equal_parts, facts, group_rank, member, no_tensor, numbers, reduction, rows_of
 
 _modes = torch._C._len_torch_dispatch_stack
 
@@ -42,19 +42,24 @@ def all_reduce(
 
     ``op`` is sum, prod, min, max, avg, or a torch ReduceOp. Differentiable.
     """
+    if (
+        type(tensor) is Tensor
+        and type(op) is str
+        and not (is_compiling() or async_op or tensor.requires_grad or _modes())
+    ):
+        # All of what follows in one step of the core, for the sake of small tensors.
+        own = native(GroupMember.WORLD if group is None else group)
+        if own is not None and op in OP_CODES:
+            out = own._comm.all_reduced(tensor, OP_CODES[op])
+            if out is not None:
+                return out, None
     if not isinstance(tensor, Tensor):
         no_tensor("all_reduce", tensor)
-    if is_compiling() or not direct(tensor):
-        place, how = facts("all_reduce", group), reduction("all_reduce", op)
-        return operators.start(async_op, "all_reduce", operators.all_reduce, tensor, *how, *place)
-    name, factor = ("sum", 1.0) if op == "sum" else reduction("all_reduce", op)
-    found = member("all_reduce", group)
-    own = native(found)
-    if own is not None and factor == 1.0 and not tensor.is_complex():  # the shortest way, for the sake of small tensors
-        out = _core.empty_like(tensor)
-        if out is not None:
-            return out, own.all_reduce(tensor, name, out=out, async_op=async_op)
-    return launch.all_reduce(found, tensor, name, factor, async_op)
+    how = reduction("all_reduce", op)
+    found, *place = here("all_reduce", group, tensor)
+    if found is not None:
+        return launch.all_reduce(found, tensor, *how, async_op)
+    return operators.start(async_op, "all_reduce", operators.all_reduce, tensor, *how, *place)
 
 
 def all_gather_into_tensor(

@@ -30,7 +30,9 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if it is strided or a lazy view: what a backend can read."""
+    """The tensor, or a copy if it has gaps or is a lazy view: what a backend can read."""
+    if tensor.layout is not torch.strided:
+        return tensor  # the backend says whether it takes it
     return tensor.contiguous().resolve_conj().resolve_neg()
 
 
