@@ -19,6 +19,7 @@ if settings.isa and not _core.set_isa(settings.isa):
     raise ValueError(f"UNISONO_ISA={settings.isa}: this CPU does not have it; leave it empty for the best there is")
 
 from . import comm_func  # noqa: E402
+from . import uneven_ops as _uneven_ops  # noqa: E402, F401
 from .errors import (  # noqa: E402
     AbortedError,
     ClosedError,

@@ -89,11 +89,17 @@ class _Asking:
     """A group whose ranks compare their requests by a small all-gather, if it has a backend for CPU tensors."""
 
     def __init__(self, pg: ProcessGroup) -> None:
-        self.pg = pg
+        self._pg = weakref.ref(pg)  # what is kept for a group must not keep the group
         self.rank = pg.rank()
         self.size = pg.size()
         self.seq = 0
         self.can_ask = any(device.type == "cpu" for device in pg._device_types)
+
+    @property
+    def pg(self) -> ProcessGroup:
+        pg = self._pg()
+        assert pg is not None  # the caller of a verb holds it
+        return pg
 
     def ask(self, request: Request) -> None:
         self.seq += 1

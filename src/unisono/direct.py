@@ -12,6 +12,7 @@ for pieces is at most the size of the output (or ``_LEAST_SCRATCH``, if that is 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ class Direct:
     """The composition of a gloo group."""
 
     def __init__(self, pg: ProcessGroup) -> None:
-        self.pg = pg
+        self._pg = weakref.ref(pg)  # what is kept for a group must not keep the group
         self.rank = pg.rank()
         self.size = pg.size()
         # The next rank first, so that not everybody begins with rank 0.
@@ -46,6 +47,12 @@ class Direct:
         self._driver = Driver()
         self._seq = 0
         self._lock = threading.Lock()
+
+    @property
+    def pg(self) -> ProcessGroup:
+        pg = self._pg()
+        assert pg is not None  # the caller of a verb holds it
+        return pg
 
     def all_gather(self, whole: Tensor, part: Tensor, counts: Sequence[int], async_op: bool) -> dist.Work | None:
         chunks = torch.split(whole, list(counts))
@@ -90,6 +97,7 @@ class Direct:
     def reduce_scatter(
         self, part: Tensor, whole: Tensor, counts: Sequence[int], op: int, factor: float, async_op: bool
     ) -> dist.Work | None:
+        _core.combine(part[:0], [part[:0]], op, [factor])  # says whether the op means something for the dtype
         chunks = torch.split(whole, list(counts))
         post = self._post(Request("reduce_scatter", part.dtype, op, counts, factor), chunks)
         sure = []  # what agreeing peers receive even if others disagree
@@ -98,15 +106,15 @@ class Direct:
                 for i, piece in enumerate(torch.split(chunks[peer], self._piece_elements(chunks[peer]))):
                     work = post.send(piece, peer)
                     sure += [(peer, work)] if i < _PIECES_AHEAD else []
-        pieces = _Pieces(self, post, part, chunks[self.rank]) if part.nbytes > _ROOM and self.peers else None
+        own = chunks[self.rank]
+        pieces = _Pieces(self, post, part, own) if part.nbytes > _ROOM and self.peers else None
 
         def finish() -> None:
             factors = post.compare(sure if pieces is None else [*sure, *pieces.under_way()])
             if pieces is not None:
                 pieces.combine(op, factors)
             else:
-                inputs = [post.data_from(rank, part) for rank in range(self.size)]
-                inputs[self.rank] = chunks[self.rank]
+                inputs = [post.data_from(rank, part) if rank != self.rank else own for rank in range(self.size)]
                 _core.combine(part, inputs, op, factors)
             post.wait()
 

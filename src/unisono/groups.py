@@ -109,3 +109,12 @@ def native(group: GroupLike) -> Group | None:
     if isinstance(group, Group):
         return group
     return getattr(group, "unisono_group", None)
+
+
+def find(group: GroupLike) -> tuple[ProcessGroup | Group | None, Group | None]:
+    """:func:`resolve` and :func:`native` in one step, quick for the usual cases."""
+    ours = native(group)  # type: ignore[arg-type]
+    if ours is not None:
+        return group, ours  # type: ignore[return-value]
+    found = resolve(group)
+    return found, None if found is None else native(found)

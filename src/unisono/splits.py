@@ -22,15 +22,14 @@ SplitsLike: TypeAlias = Sequence[int] | Tensor | Any | None
 
 
 def check_whole_and_part(
-    group: ProcessGroup | Group, whole: Tensor, part: Tensor, splits: SplitsLike, *, gather: bool
+    group: ProcessGroup | Group, ours: Group | None, whole: Tensor, part: Tensor, splits: SplitsLike, gather: bool
 ) -> tuple[int, ...]:
-    """The elements of each rank's chunk of ``whole``, if everything fits; see SPEC for the order of the checks.
+    """The elements of each rank's chunk of ``whole``, if everything fits.
 
-    ``gather`` says which of the two is the output, for messages.
+    ``ours`` is ``native(group)``; ``gather`` says that the whole is the output, for messages.
     """
-    rank, size = (group.rank, group.size) if type(group) is Group else _place(group)
     try:
-        plain = whole.is_contiguous() and part.is_contiguous() and whole.is_cpu and part.is_cpu
+        plain = whole.is_contiguous() and part.is_contiguous() and whole.is_cpu and part.is_cpu and ours is not None
     except (AttributeError, RuntimeError):
         plain = False
     if not plain:
@@ -41,18 +40,20 @@ def check_whole_and_part(
             + _expected_got(*((part.dtype, whole.dtype) if gather else (whole.dtype, part.dtype)))
         )
     shape = whole.shape
-    if not shape or not part.dim():
-        name = ("output" if gather else "input") if not shape else ("input" if gather else "output")
+    part_elements = part.numel()
+    if not shape or (part_elements == 1 and not part.dim()):
+        name = "output" if gather is not bool(shape) else "input"
         raise ValueError(f"'{name}' must have at least one dimension\n{_expected_got('1 or more dimensions', 'none')}")
-    counts = cut(splits_of(splits), shape[0], whole.numel(), size)
-    if part.numel() != counts[rank]:
+    rank, size = (ours.rank, ours.size) if ours is not None else place_in(group)
+    counts = cut(() if splits is None else splits_of(splits), shape[0], whole.numel(), size)
+    if part_elements != counts[rank]:
         name = "input" if gather else "output"
         raise ValueError(
             f"'{name}' must have as many elements as this rank's rows\n"
-            + _expected_got(f"{counts[rank]} elements on rank {rank}", f"{part.numel()} of shape {list(part.shape)}")
+            + _expected_got(f"{counts[rank]} elements on rank {rank}", f"{part_elements} of shape {list(part.shape)}")
         )
-    if native(group) is None:  # the core looks for itself
-        _check_overlap(whole, part, sum(counts[:rank]))
+    if ours is None:  # the core looks for itself
+        _check_overlap(whole, part, sum(counts[:rank]), gather)
     return counts
 
 
@@ -60,10 +61,8 @@ def splits_of(splits: SplitsLike) -> tuple[int, ...]:
     """Any accepted form of splits as a tuple, empty for an equal split."""
     if splits is None:
         return ()
-    kind = type(splits)
-    if kind is not list and kind is not tuple:
-        to_list = getattr(splits, "tolist", None)
-        splits = to_list() if to_list is not None else splits
+    if type(splits) is not list and hasattr(splits, "tolist"):
+        splits = splits.tolist()
     try:
         return tuple(map(index, splits))
     except TypeError:
@@ -110,7 +109,7 @@ def rows_of(matrix: Any, size: int) -> list[tuple[int, ...]]:
     """A matrix of counts as one row per rank, from nested or flat lists, a tensor or an array."""
     to_list = getattr(matrix, "tolist", None)
     listed = list(matrix) if to_list is None else to_list()
-    nested = bool(listed) and not hasattr(listed[0], "__index__")
+    nested = bool(listed) and not _is_number(listed[0])
     if nested:
         rows = [splits_of(row) for row in listed]
     else:
@@ -126,11 +125,19 @@ def rows_of(matrix: Any, size: int) -> list[tuple[int, ...]]:
     return rows
 
 
+def _is_number(entry: Any) -> bool:
+    try:
+        index(entry)
+    except TypeError:
+        return False
+    return True
+
+
 def check_exchange(
     group: ProcessGroup | Group, output: Tensor, input: Tensor, matrix: Any
 ) -> tuple[list[tuple[int, ...]], int]:
     """The rows of a matrix of counts and this rank, if everything fits."""
-    rank, size = _place(group)
+    rank, size = place_in(group)
     _check_memory(group, input, output, gather=False)
     if output.dtype is not input.dtype:
         raise RuntimeError(
@@ -172,15 +179,15 @@ def _check_memory(group: ProcessGroup | Group, whole: Tensor, part: Tensor, gath
             )
 
 
-def _check_overlap(whole: Tensor, part: Tensor, at: int) -> None:
+def _check_overlap(whole: Tensor, part: Tensor, at: int, gather: bool) -> None:
     """Apart, or the part is exactly this rank's rows of the whole."""
     start, bytes = part.data_ptr(), part.nbytes
     if start == whole.data_ptr() + at * whole.element_size():
         return
     if _overlap(whole.data_ptr(), whole.nbytes, start, bytes):
         raise ValueError(
-            "'input' overlaps 'output' and is not exactly this rank's part\n"
-            + _expected_got("tensors apart, or this rank's own rows", "some shared bytes")
+            f"'{'input' if gather else 'output'}' overlaps '{'output' if gather else 'input'}' and is not exactly "
+            "this rank's part\n" + _expected_got("tensors apart, or this rank's own rows", "some shared bytes")
         )
 
 
@@ -188,7 +195,8 @@ def _overlap(a: int, a_bytes: int, b: int, b_bytes: int) -> bool:
     return a_bytes > 0 and b_bytes > 0 and a < b + b_bytes and b < a + a_bytes
 
 
-def _place(group: ProcessGroup | Group) -> tuple[int, int]:
+def place_in(group: ProcessGroup | Group) -> tuple[int, int]:
+    """This process's rank in the group, and the group's size."""
     ours = native(group)
     return (ours.rank, ours.size) if ours is not None else (group.rank(), group.size())  # type: ignore[operator]
 

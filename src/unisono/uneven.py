@@ -16,13 +16,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup, ReduceOp
 
 from .compositions import composition_of
 from .group import Group, _reduce_op
-from .groups import GroupLike, native, resolve
+from .groups import GroupLike, find, native
 from .handle import Handle
 from .splits import SplitsLike, check_exchange, check_whole_and_part, refuse_splits_of
+from .tracing import flat, group_name, is_traced, numbers, op_name, untraced
+
+_ops = torch.ops.unisono  # made in uneven_ops.py
+_REDUCE_OPS = (ReduceOp, ReduceOp.RedOpType)
 
 __all__ = [
     "all_gather_into_tensor_uneven",
@@ -52,13 +57,17 @@ def all_gather_into_tensor_uneven(
     or with ``async_op=True`` a Work (a Handle if ``group`` is a unisono.Group). Does not take part in autograd; the
     form in ``unisono.comm_func`` does.
     """
-    found = resolve(group)
+    if (is_compiling() or type(output) is not Tensor or type(input) is not Tensor) and is_traced(group, output, input):
+        if async_op:
+            return untraced(all_gather_into_tensor_uneven, output, input, output_split_sizes, group)
+        return _ops.all_gather_into_tensor_uneven_(output, input, numbers(output_split_sizes), group_name(group))
+    found, ours = find(group)
     if found is None:
         return _warn_outside("all_gather_into_tensor_uneven")
-    counts = check_whole_and_part(found, output, input, output_split_sizes, gather=True)
+    counts = check_whole_and_part(found, ours, output, input, output_split_sizes, True)
     if input.requires_grad:
         _warn_no_autograd("all_gather_into_tensor_uneven")
-    return run_all_gather(found, output, input, counts, async_op)
+    return run_all_gather(found, ours, output, input, counts, async_op)
 
 
 def reduce_scatter_tensor_uneven(
@@ -80,15 +89,21 @@ def reduce_scatter_tensor_uneven(
     premul_sum. Ranks are combined in rank order, 16-bit types in float32 with one rounding at the end, on unisono and
     on gloo groups; on others as their backend does. Returns as :func:`all_gather_into_tensor_uneven`.
     """
-    found = resolve(group)
+    if (is_compiling() or type(output) is not Tensor or type(input) is not Tensor) and is_traced(group, output, input):
+        if async_op:
+            return untraced(reduce_scatter_tensor_uneven, output, input, input_split_sizes, op, group)
+        return _ops.reduce_scatter_tensor_uneven_(
+            output, input, numbers(input_split_sizes), op_name(op), group_name(group)
+        )
+    found, ours = find(group)
     if found is None:
         return _warn_outside("reduce_scatter_tensor_uneven")
-    if isinstance(input_split_sizes, (ReduceOp, ReduceOp.RedOpType)):
+    if isinstance(input_split_sizes, _REDUCE_OPS):
         refuse_splits_of(input_split_sizes)
-    counts = check_whole_and_part(found, input, output, input_split_sizes, gather=False)
+    counts = check_whole_and_part(found, ours, input, output, input_split_sizes, False)
     if input.requires_grad:
         _warn_no_autograd("reduce_scatter_tensor_uneven")
-    return run_reduce_scatter(found, output, input, counts, op, async_op)
+    return run_reduce_scatter(found, ours, output, input, counts, op, async_op)
 
 
 def all_to_all_vc(
@@ -107,7 +122,11 @@ def all_to_all_vc(
     of n * n, a tensor or a numpy array. The input holds this rank's row of it, the output its column; both may have any
     shape. Input and output must not overlap. Returns as :func:`all_gather_into_tensor_uneven`.
     """
-    found = resolve(group)
+    if (is_compiling() or type(output) is not Tensor or type(input) is not Tensor) and is_traced(group, output, input):
+        if async_op:
+            return untraced(all_to_all_vc, output, input, send_count_matrix, group)
+        return _ops.all_to_all_vc_(output, input, flat(send_count_matrix), group_name(group))
+    found, _ = find(group)
     if found is None:
         return _warn_outside("all_to_all_vc")
     rows, rank = check_exchange(found, output, input, send_count_matrix)
@@ -120,10 +139,14 @@ def all_to_all_vc(
 
 
 def run_all_gather(
-    group: ProcessGroup | Group, output: Tensor, input: Tensor, counts: Sequence[int], async_op: bool = False
+    group: ProcessGroup | Group,
+    ours: Group | None,
+    output: Tensor,
+    input: Tensor,
+    counts: Sequence[int],
+    async_op: bool = False,
 ) -> Any:
-    """All-gather of checked tensors; ``counts`` are elements per rank."""
-    ours = native(group)
+    """All-gather of checked tensors; ``counts`` are elements per rank, ``ours`` is ``native(group)``."""
     if ours is not None:
         handle = ours.all_gather(output, input, counts, async_op=async_op)
         return None if handle is None else work_of(group, handle, output)
@@ -134,14 +157,14 @@ def run_all_gather(
 
 def run_reduce_scatter(
     group: ProcessGroup | Group,
+    ours: Group | None,
     output: Tensor,
     input: Tensor,
     counts: Sequence[int],
     op: Any = ReduceOp.SUM,
     async_op: bool = False,
 ) -> Any:
-    """Reduce-scatter of checked tensors; ``counts`` are elements per rank."""
-    ours = native(group)
+    """Reduce-scatter of checked tensors; ``counts`` are elements per rank, ``ours`` is ``native(group)``."""
     if ours is not None:
         handle = ours.reduce_scatter(output, input, counts, op, async_op=async_op)
         return None if handle is None else work_of(group, handle, output)
