@@ -285,7 +285,9 @@ class Communicator {
     finish.scale = scale;
     finish.out_count = out.count;
     finish.hash = hash;
-    if (!residual.is_none()) finish.residual = view_tensor(residual, "residual").data;
+    View extra = residual.is_none() ? View() : view_tensor(residual, "residual");
+    finish.has_residual = !residual.is_none();
+    finish.residual = extra.data;
     size_t wanted = in.count;
     if (counts) {
       finish.counts = counts->data();
@@ -298,13 +300,13 @@ class Communicator {
       }
       if (all != in.count) throw nb::value_error("argument 'counts' must add up to the number of products");
     }
-    if (wanted != out.count || (finish.residual && view_tensor(residual, "residual").count != out.count))
-      throw nb::value_error("arguments 'output' and 'residual' must have as many elements as this rank gets");
+    if (wanted != out.count || (finish.has_residual && (extra.count != out.count || extra.dtype != out.dtype)))
+      throw nb::value_error("arguments 'output' and 'residual' must be of one dtype and have the elements this rank gets");
     if (!finishing_exists(in.dtype, out.dtype, static_cast<RedOp>(op)))
       throw nb::type_error("argument 'output' has no such reduction of 'products'");
-    const bool shared = group().heap().holds(in.data) && group().heap().holds(out.data) &&
-                        (!counts || !finish.residual || group().heap().holds(finish.residual));
-    if (size_ > 1 && in.count && !shared)
+    auto hidden = [&](const std::byte* data, size_t n) { return n && !group().heap().holds(data); };
+    if (size_ > 1 && (hidden(in.data, in.count) || hidden(out.data, out.count) ||
+                      (counts && hidden(extra.data, extra.count))))
       throw nb::value_error("arguments 'products', 'output' and 'residual' must be in shared memory");
     Call call;
     call.verb = Verb::matmul_reduce;

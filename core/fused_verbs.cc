@@ -81,9 +81,9 @@ Code Mover::finish_shared() {
     // With one span for all, a rank adds its own residual in its share; otherwise that of the rank the share is for.
     if (who == me_)
       residual[r] = c_.finish->residual;
-    else if (c_.finish->residual && c_.finish->counts)
+    else if (c_.finish->has_residual && c_.finish->counts)
       residual[r] = g_.resolve(descriptor(who).residual, wanted[r] * out_bytes);
-    const bool misses_residual = c_.finish->residual && c_.finish->counts && wanted[r] && !residual[r];
+    const bool misses_residual = c_.finish->has_residual && c_.finish->counts && wanted[r] && !residual[r];
     if (!in[r] || (wanted[r] && !out[r]) || misses_residual)
       return g_.break_with(c_, Code::system, "rank " + std::to_string(r) + " published an impossible place", {who});
   }

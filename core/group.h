@@ -35,6 +35,7 @@ struct Part {
 struct Finish {
   DType out = DType::f32;
   double scale = 1;
+  bool has_residual = false;            // the same on all ranks; where a rank gets nothing it is null
   const std::byte* residual = nullptr;  // as many elements as the output; in the heap if there are counts
   size_t out_count = 0;                 // elements of this rank's output
   const size_t* counts = nullptr;       // elements for every output and rank; null: all of them for everybody

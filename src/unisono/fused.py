@@ -252,13 +252,15 @@ def _numbers(what: Any, argument: str) -> tuple[int, ...]:
     """Whole numbers from a list, a tuple, a torch.Size, an integer tensor or array."""
     if isinstance(what, torch.Tensor) and (what.dim() != 1 or what.dtype.is_floating_point or what.dtype.is_complex):
         raise TypeError(f"argument '{argument}' must be a 1-D tensor of whole numbers, got {what.dtype} {what.dim()}-D")
+    if torch.compiler.is_compiling() and isinstance(what, (list, tuple)):
+        return tuple(what)  # of numbers that may be symbols
     listed = what.tolist() if hasattr(what, "tolist") else what
     if not isinstance(listed, (list, tuple)):
         raise TypeError(f"argument '{argument}' must be a list of whole numbers, got {type(what).__name__}")
     for n in listed:
         if isinstance(n, (float, bool)) or not hasattr(n, "__index__"):
             raise TypeError(f"argument '{argument}' must be a list of whole numbers, got {n!r}")
-    return tuple(n if isinstance(n, torch.SymInt) else n.__index__() for n in listed)
+    return tuple(n.__index__() for n in listed)
 
 
 def _split_lists(what: Any, one: bool) -> tuple[tuple[int, ...], ...] | None:
@@ -368,7 +370,7 @@ def _run(
     backward: str,
     alone: bool = False,
 ) -> torch.Tensor:
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    if not torch.compiler.is_compiling() and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
         raise ValueError(f"argument 'scale' must be a finite number, got {scale!r}")
     extra = _residuals(residual, plan, x[0].dtype)
     xs = [t if t.dim() == 2 else t.reshape(-1, t.shape[-1]) if t.numel() else t.reshape(m, k)

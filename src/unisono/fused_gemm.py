@@ -35,9 +35,9 @@ class PreparedWeight:
     >>> weight
     PreparedWeight([4, 3], torch.float16)
 
-    It stands wherever a fused matmul takes a weight, for inference: no gradient reaches it, and later changes of the
-    weight do not either. It holds the weight itself, for calls with few rows, and twice (16 bit) or once (32 bit) as
-    much memory again. Layout and speed are those of this process's CPU and torch.get_num_threads() at this moment.
+    It stands wherever a fused matmul takes a weight, for inference: no gradient reaches it, and the weight must not
+    change afterwards. It holds the weight itself, for calls with few rows, and twice (16 bit) or once (32 bit) as much
+    memory again. Layout and speed are those of this process's CPU and torch.get_num_threads() at this moment.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:

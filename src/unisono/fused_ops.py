@@ -133,7 +133,9 @@ def _matmul_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     grads_bias = [
         (g.sum(0) * bias_share).to(dtype) for g, dtype in zip(of_products, ctx.bias_dtypes, strict=False)
     ]
-    return grads_x, grads_weight, grads_bias, grad if ctx.has_residual else None, *[None] * 10
+    # An empty list counts as one of tensors, so it wants one back.
+    rest = [[] if argument == [] else None for argument in ctx.rest]
+    return grads_x, grads_weight, grads_bias, grad if ctx.has_residual else None, *rest
 
 
 matmul_reduce.register_autograd(_matmul_backward, setup_context=_save)
