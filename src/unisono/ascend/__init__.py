@@ -9,7 +9,7 @@ CPU's, the backend "hccl" is unisono; docs/ascend.md says what is covered and wh
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.machinery
 import os
 import sys
 from collections.abc import Iterable
@@ -50,6 +50,7 @@ def install(packages: Iterable[str] = PACKAGES, *, force: bool = False) -> list[
         if name not in _installed:
             _show(os.path.join(_SHIMS, name))
             _installed.append(name)
+    os.environ["UNISONO_ASCEND"] = ",".join(_installed)  # children do the same when they import torch
     return list(_installed)
 
 
@@ -64,11 +65,10 @@ def _is_real(name: str) -> bool:
     if module is not None:
         return not hasattr(module, "__unisono__")
     path = [entry for entry in sys.path if not entry.startswith(_SHIMS)]
-    finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
-    for finder in finders:
+    for finder in sys.meta_path:
         spec = finder.find_spec(name, path if finder is importlib.machinery.PathFinder else None)
-        if spec is not None and not (spec.origin or "").startswith(_SHIMS):
-            return True
+        if spec is not None and spec.origin is not None and not spec.origin.startswith(_SHIMS):
+            return True  # no origin: a folder of that name, which is no package
     return False
 
 

@@ -20,23 +20,25 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m unisono.ascend", description=_PURPOSE)
     parser.add_argument("--force", action="store_true", help="stand in for packages that are installed, too")
     parser.add_argument("--quiet", action="store_true", help="do not say what is emulated")
-    parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module, as for python")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="the script is the name of a module, as for python"
+    )
     parser.add_argument("script", help="the script to run")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     given = parser.parse_args(arguments)
 
     if given.force:
         _keep_the_real_one_out()
+    # The first place to look for modules is the script's folder, as with python itself; a package there is a real one.
+    sys.path.insert(0, os.getcwd() if given.module else os.path.dirname(os.path.abspath(given.script)))
     names = install(force=given.force)
     if not given.quiet and os.environ.get("RANK", "0") == "0":
         _say(names)
     sys.argv = [given.script, *given.args]
+    # The script becomes __main__, so that processes it spawns find its functions.
     if given.module:
-        sys.path.insert(0, os.getcwd())
         runpy.run_module(given.script, run_name="__main__", alter_sys=True)
     else:
-        # As python itself does. The script becomes __main__, so that processes it spawns find its functions.
-        sys.path.insert(0, os.path.dirname(os.path.abspath(given.script)))
         runpy.run_path(given.script, run_name="__main__")
 
 

@@ -80,7 +80,9 @@ def _make_storages() -> None:
     def new(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
         if device is not None and torch.device(device).type == "npu":
             size = args[0] if args else 0
-            values = torch.empty(size, dtype=torch.uint8) if isinstance(size, int) else torch.tensor(size, dtype=torch.uint8)
+            values = (
+                torch.empty(size, dtype=torch.uint8) if isinstance(size, int) else torch.tensor(size, dtype=torch.uint8)
+            )
             return memory.as_npu(values, state.index_of(device)).untyped_storage()
         if device is not None:
             kwargs["device"] = device
@@ -97,9 +99,9 @@ def _make_storages() -> None:
             )
         return self
 
-    plain_resize = torch._C.StorageBase.resize_
-    torch.UntypedStorage.__new__ = new  # type: ignore[assignment, method-assign]
-    torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
+    plain_resize = torch._C.StorageBase.resize_  # type: ignore[attr-defined]
+    torch.UntypedStorage.__new__ = new
+    torch.UntypedStorage.resize_ = resize
     torch.UntypedStorage.npu = lambda self, device=None, non_blocking=False: _move(self, device)  # type: ignore[attr-defined]
     torch.UntypedStorage.is_npu = property(lambda self: self.device.type == "npu")  # type: ignore[attr-defined]
 
@@ -108,7 +110,7 @@ def _move(storage: torch.UntypedStorage, device: Any) -> torch.UntypedStorage:
     meant = torch.device("npu", state.index_of(device))
     if storage.device == meant:
         return storage
-    return torch.UntypedStorage(storage.nbytes(), device=meant).copy_(storage)  # type: ignore[no-any-return]
+    return torch.UntypedStorage(storage.nbytes(), device=meant).copy_(storage)
 
 
 def _make_generators() -> None:
@@ -134,11 +136,11 @@ def _make_generators() -> None:
             pass
 
         @property
-        def device(self) -> torch.device:  # type: ignore[override]
+        def device(self) -> torch.device:
             return self._npu  # type: ignore[no-any-return]
 
     Generator.__module__ = "torch"
-    torch.Generator = Generator  # type: ignore[misc, assignment]
+    torch.Generator = Generator  # type: ignore[misc]
 
 
 def _pin_memory() -> None:
@@ -157,8 +159,8 @@ def _pin_memory() -> None:
     def is_pinned(self: torch.Tensor, device: Any = None) -> bool:
         return getattr(self, "_pinned", False) or (self.device.type != "npu" and plain(self))
 
-    torch.Tensor.pin_memory = pin_memory  # type: ignore[assignment, method-assign]
-    torch.Tensor.is_pinned = is_pinned  # type: ignore[assignment, method-assign]
+    torch.Tensor.pin_memory = pin_memory  # type: ignore[assignment]
+    torch.Tensor.is_pinned = is_pinned  # type: ignore[assignment]
 
 
 def _run_backward_here() -> None:

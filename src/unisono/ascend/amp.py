@@ -75,7 +75,7 @@ def _find(name: str) -> OpOverload | None:
 
 
 def _cast(op: OpOverload, choose: Callable[[list[torch.Tensor]], torch.dtype | None], *args: Any, **kwargs: Any) -> Any:
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):  # type: ignore[attr-defined]
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
         dtype = choose(_eligible([*args, *kwargs.values()]))
         if dtype is None:
             return op(*args, **kwargs)

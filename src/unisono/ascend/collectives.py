@@ -19,7 +19,7 @@ def reduce_scatter_tensor_uneven(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Combines the inputs of all ranks and leaves each rank its own rows; see ``unisono.reduce_scatter_tensor_uneven``."""
+    """Combines the inputs of all ranks and leaves each its rows; see ``unisono.reduce_scatter_tensor_uneven``."""
     with torch.no_grad():  # as upstream, it takes no part in autograd and does not mind an input that requires grad
         return _reduce_scatter(output, input, input_split_sizes, op, group, async_op)
 

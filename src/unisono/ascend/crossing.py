@@ -1,4 +1,4 @@
-"""How npu tensors reach unisono's own functions, which take CPU tensors, and how results come back: as the same bytes."""
+"""How npu tensors reach unisono's own functions, which take CPU tensors, and results come back: as the same bytes."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class _ToNpu(torch.autograd.Function):
 def to_cpu(npu: Tensor) -> Tensor:
     """The CPU tensor with the same bytes, through which gradients flow back."""
     if npu.requires_grad and torch.is_grad_enabled():
-        return _ToCpu.apply(npu)  # type: ignore[no-any-return, no-untyped-call]
+        return _ToCpu.apply(npu)  # type: ignore[no-any-return]
     return as_cpu(npu)
 
 
 def to_npu(cpu: Tensor, index: int) -> Tensor:
     """The tensor on ``npu:index`` with the same bytes, through which gradients flow back."""
     if cpu.requires_grad and torch.is_grad_enabled():
-        return _ToNpu.apply(cpu, index)  # type: ignore[no-any-return, no-untyped-call]
+        return _ToNpu.apply(cpu, index)  # type: ignore[no-any-return]
     return as_npu(cpu, index)
 
 
@@ -66,7 +66,9 @@ def on_host(function: Function) -> Function:
         indices = {tensor.device.index for tensor in met.values()}
         if len(indices) > 1:
             found = " and ".join(f"npu:{index}" for index in sorted(indices))
-            raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, {found}!")
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, {found}!"
+            )
         result = function(*cpu_args, **cpu_kwargs)  # alive until the end, so no other tensor takes an id in it
         return _raise_up(met, indices.pop(), result)
 

@@ -24,11 +24,17 @@ _FRESH = -1  # a result in new memory; otherwise the position of the argument th
 
 # Operators that may mix devices, as on every accelerator: an index or a scale may come from the host.
 _MAY_MIX = frozenset(
-    f"aten::{name}"
-    for name in (
-        "index.Tensor index.Tensor_out _unsafe_index.Tensor index_put index_put_ _index_put_impl_ _unsafe_index_put "
-        "_copy_from _copy_from_and_resize _foreach_copy_ _foreach_copy"
-    ).split()
+    {
+        "aten::index.Tensor",
+        "aten::index.Tensor_out",
+        "aten::_unsafe_index.Tensor",
+        "aten::index_put",
+        "aten::index_put_",
+        "aten::_index_put_impl_",
+        "aten::_unsafe_index_put",
+        "aten::_foreach_copy",
+        "aten::_foreach_copy_",
+    }
 )
 
 
@@ -161,7 +167,7 @@ def view_of(base: Tensor, cpu_view: Tensor) -> Tensor:
     return _strided(base, cpu_view.size(), cpu_view.stride(), offset)
 
 
-def _strided(base: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+def _strided(base: Tensor, size: Sequence[int], stride: Sequence[int], offset: Any) -> Tensor:
     # Both are torch's own C++ code for any device: a second tensor on the storage, then its sizes set.
     view: Tensor = _aten.alias.default(base)
     return _aten.as_strided_.default(view, size, stride, offset)  # type: ignore[no-any-return]

@@ -21,9 +21,11 @@ _CPU_DEVICE = 1  # DLPack's numbers of device types: kDLCPU,
 _EXTENSION_DEVICE = 12  # and kDLExtDev, which torch reads as its private-use device
 _DEVICE_AT = ctypes.sizeof(ctypes.c_void_p)  # where a DLTensor has its device: behind the pointer to the data
 
-_to_capsule: Any = torch._C._to_dlpack  # type: ignore[attr-defined]
-_from_capsule: Any = torch._C._from_dlpack  # type: ignore[attr-defined]
-_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
+_to_capsule: Any = torch._C._to_dlpack
+_from_capsule: Any = torch._C._from_dlpack
+_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
 _word_at = ctypes.c_int64.from_address
 
 

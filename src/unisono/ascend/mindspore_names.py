@@ -59,7 +59,7 @@ def batch_isend_irecv(p2p_op_list: list[comm_func.P2POp]) -> tuple[torch.Tensor,
         ]
         return comm_func.batch_isend_irecv(same)
 
-    return on_host(batch)(*[p.tensor for p in p2p_op_list])  # type: ignore[no-any-return]
+    return on_host(batch)(*[p.tensor for p in p2p_op_list])
 
 
 def _is_npu(value: Any) -> bool:

@@ -210,9 +210,7 @@ def memory_stats(device: Any = None) -> dict[str, int]:
     """The figures above by torch's names for them."""
     use = memory.usage(state.index_of(device))
     figures = {"current": use.now, "peak": use.peak, "allocated": use.made, "freed": use.gone}
-    return {
-        f"{kind}_bytes.all.{name}": value for kind in ("allocated", "reserved") for name, value in figures.items()
-    }
+    return {f"{kind}_bytes.all.{name}": value for kind in ("allocated", "reserved") for name, value in figures.items()}
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .. import groups
+from ..group import Group
 from .crossing import on_host
 from .missing import refuse
 
@@ -192,7 +193,14 @@ def npu_grouped_mat_mul_all_reduce(
 
     run = on_host(fused.grouped_matmul_all_reduce)
     return run(
-        x, weight, hcomm, bias=bias, group_list=group_list, split_item=split_item, reduce_op=reduce_op, comm_turn=comm_turn
+        x,
+        weight,
+        hcomm,
+        bias=bias,
+        group_list=group_list,
+        split_item=split_item,
+        reduce_op=reduce_op,
+        comm_turn=comm_turn,
     )
 
 
@@ -234,9 +242,7 @@ def npu_mm_all_reduce_base(
     total = None if x3 is None else on_host(comm_func.all_reduce)(x3, reduce_op, hcom)[0]
     run = on_host(fused.matmul_all_reduce)
     bias = _every_rank(bias, x1, x2)
-    return run(
-        x1, x2, hcom, bias=bias, bias_mode="sum", residual=total, reduce_op=reduce_op, comm_turn=comm_turn
-    )
+    return run(x1, x2, hcom, bias=bias, bias_mode="sum", residual=total, reduce_op=reduce_op, comm_turn=comm_turn)
 
 
 def npu_mm_reduce_scatter_base(
@@ -312,7 +318,7 @@ def _check_fused(
     if comm_mode not in (None, "ai_cpu", "aiv"):
         raise ValueError(f"{name}: argument 'comm_mode' must be 'ai_cpu' or 'aiv', got {comm_mode!r}")
     found = groups.resolve(hcom)
-    size = None if found is None else found.size if isinstance(found, groups.Group) else found.size()
+    size = None if found is None else found.size if isinstance(found, Group) else found.size()
     if world_size != size:
         raise ValueError(f"{name}: argument 'world_size' must be the size of the group, {size}, got {world_size}")
 

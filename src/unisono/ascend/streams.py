@@ -24,7 +24,7 @@ class Stream(torch.Stream):
     """A stream of an npu device: ``torch.npu.Stream(device=None, priority=0)``."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **_: Any) -> Stream:
-        return super().__new__(cls, device=torch.device("npu", 0))  # type: ignore[no-any-return]
+        return super().__new__(cls, device=torch.device("npu", 0))
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self._index = state.index_of(device)
@@ -32,7 +32,7 @@ class Stream(torch.Stream):
         self._priority = priority
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         return torch.device("npu", self._index)
 
     @property
@@ -40,7 +40,7 @@ class Stream(torch.Stream):
         """A number for the stream; 0 is the default stream's."""
         return self._number
 
-    stream_id = npu_stream  # type: ignore[assignment]
+    stream_id = npu_stream
 
     @property
     def priority(self) -> int:
@@ -66,7 +66,7 @@ class Stream(torch.Stream):
         recorded = Event() if event is None else event
         _expect(recorded, Event, "event")
         recorded.record(self)
-        return recorded  # type: ignore[no-any-return]
+        return recorded
 
     def __enter__(self) -> Stream:
         self._outer = current_stream(), state.current_device()
@@ -93,7 +93,7 @@ class Event(torch.Event):
     """An event: ``torch.npu.Event(enable_timing=False)``."""
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
-        return super().__new__(cls, device=torch.device("npu", 0))  # type: ignore[no-any-return]
+        return super().__new__(cls, device=torch.device("npu", 0))
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         if interprocess:

@@ -2,6 +2,6 @@
 
 from unisono.ascend import missing
 
-from . import _distributed_c10d  # noqa: E402, F401
+from . import _distributed_c10d  # noqa: F401
 
 __getattr__ = missing.attribute_of("torch_npu._C")
