@@ -33,7 +33,12 @@ def free_port():
 
 
 def test_ranks_of_torchrun(tmp_path):
-    torchrun = ("torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
+    torchrun = (
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--master-addr=127.0.0.1",
+        f"--master-port={free_port()}",
+    )
     done = start(*torchrun, "-m", "unisono.ascend", SCRIPTS / "uneven.py", tmp_path, "--more", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(LINE) == 1

@@ -1,5 +1,5 @@
-"""A small training loop as scripts for Ascend have it, for any backend and device: data-parallel with shards of the data
-of different sizes, and an optimizer whose state is sharded by uneven collectives."""
+"""A small training loop as scripts for Ascend have it, for any backend and device: data-parallel with shards of data of
+different sizes, and an optimizer whose state is sharded by uneven collectives."""
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ STEPS = 6
 
 def _data(rank):
     generator = torch.Generator().manual_seed(100 + rank)
-    x = torch.randn(STEPS, ROWS[rank], 6, generator=generator)
+    x = torch.randn(ROWS[rank], 6, generator=generator)
     return x, x.sum(-1, keepdim=True).tanh()
 
 
@@ -26,12 +26,11 @@ def train_replicated(rank, device):
     module = _model().to(device)
     ids = [device.index] if device.type == "npu" else None
     model = DistributedDataParallel(module, device_ids=ids)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    xs, ys = _data(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    x, y = (part.to(device, non_blocking=True) for part in _data(rank))
     losses = []
     with model.join():
-        for step in range(STEPS - rank):
-            x, y = xs[step].to(device), ys[step].to(device)
+        for _ in range(STEPS - rank):
             loss = nn.functional.mse_loss(model(x), y)
             optimizer.zero_grad()
             loss.backward()
@@ -47,10 +46,10 @@ def train_sharded(rank, device, uneven):
     splits = [flat.numel() // 3, flat.numel() - flat.numel() // 3]
     mine = flat.split(splits)[rank].clone().requires_grad_()
     optimizer = torch.optim.AdamW([mine], lr=0.05)
-    xs, ys = _data(rank)
+    x, y = (part.to(device) for part in _data(rank))
     losses = []
-    for step in range(STEPS):
-        loss = nn.functional.mse_loss(module(xs[step].to(device)), ys[step].to(device), reduction="sum") / sum(ROWS)
+    for _ in range(STEPS):
+        loss = nn.functional.mse_loss(module(x), y, reduction="sum") / sum(ROWS)
         grads = torch.autograd.grad(loss, list(module.parameters()))
         mine.grad = torch.empty_like(mine)
         whole = torch.cat([grad.reshape(-1) for grad in grads])

@@ -142,7 +142,7 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _raise_up(plan: _Plan, i: int, result: Any, args: Sequence[Any], kwargs: dict[str, Any], call: _Call) -> Any:
     place, is_argument = plan.results[i]
     if place == _FRESH:
-        return _to_npu(result, call.index)
+        return _to_npu(plan, result, call.index)
     argument = args[place] if place < len(args) else kwargs[plan.op._schema.arguments[place].name]
     if is_argument:
         return argument
@@ -151,11 +151,14 @@ def _raise_up(plan: _Plan, i: int, result: Any, args: Sequence[Any], kwargs: dic
     return [view_of(argument, part) for part in result]
 
 
-def _to_npu(value: Any, index: int) -> Any:
+def _to_npu(plan: _Plan, value: Any, index: int) -> Any:
     if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_quantized:
+            kind = "quantized" if value.is_quantized else str(value.layout)
+            missing.refuse(f"the operator {plan.op.name()} on npu, which gives {kind} tensors,")
         return as_npu(value, index) if value.is_cpu else value
     if isinstance(value, (list, tuple)) and _holds_tensors(value):
-        return [_to_npu(part, index) for part in value]
+        return [_to_npu(plan, part, index) for part in value]
     return value
 
 
