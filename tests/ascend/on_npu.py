@@ -212,6 +212,10 @@ def views_share_memory():
     assert y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     assert x.as_strided((2,), (6,), 1).tolist() == c.as_strided((2,), (6,), 1).tolist()
     same(x.view(torch.int32), c.view(torch.int32))
+    x[2:].view(-1)[1] = c[2:].view(-1)[1] = 4
+    x[2:].unflatten(1, (2, 3))[1, 1] += 1
+    c[2:].unflatten(1, (2, 3))[1, 1] += 1
+    same(x, c)
     expect(RuntimeError, "view size is not compatible", x.t().view, -1)
 
 

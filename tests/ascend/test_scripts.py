@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import numpy
+import pytest
 import torch
 
 SCRIPTS = pathlib.Path(__file__).parent / "scripts"
@@ -70,3 +71,42 @@ def _matrices(rank):
     generator = torch.Generator().manual_seed(rank)
     shapes = ((16, 32), (32, 8)), ((24, 16), (16, 24))
     return [[torch.randn(shape, generator=generator).half() for shape in pair] for pair in shapes]
+
+
+REAL = """
+import torch
+
+torch.utils.rename_privateuse1_backend("npu")  # as the real one does when torch loads it
+REAL = True
+
+
+def autoload():
+    pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", [False, True])
+def test_a_real_torch_npu_that_torch_loads(force, tmp_path, monkeypatch):
+    (tmp_path / "torch_npu").mkdir()
+    (tmp_path / "torch_npu" / "__init__.py").write_text(REAL)
+    facts = tmp_path / "torch_npu-0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: torch-npu\nVersion: 0\n")
+    (facts / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:autoload\n")
+    (tmp_path / "elsewhere").mkdir()
+    script = tmp_path / "elsewhere" / "script.py"
+    script.write_text("import torch_npu, sys; print(hasattr(torch_npu, 'REAL'), sys.argv[1:])\n")
+    path = [str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    options = ["--force"] if force else []
+    done = start("unisono.ascend", *options, script, "a", "--force", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"{not force} ['a', '--force']"
+    if force:
+        assert done.stderr.strip() == LINE
+    else:
+        assert done.stderr.strip() == (
+            "unisono.ascend: stand-ins for mindspore; "
+            "left alone: torch_npu, mindspeed (--force to stand in for them)"
+        )

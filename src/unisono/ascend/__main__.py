@@ -20,9 +20,6 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m unisono.ascend", description=_PURPOSE)
     parser.add_argument("--force", action="store_true", help="stand in for packages that are installed, too")
     parser.add_argument("--quiet", action="store_true", help="do not say what is emulated")
-    parser.add_argument(
-        "-m", dest="module", action="store_true", help="the script is the name of a module, as for python"
-    )
     parser.add_argument("script", help="the script to run")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     given = parser.parse_args(arguments)
@@ -30,16 +27,12 @@ def main(arguments: list[str]) -> None:
     if given.force:
         _keep_the_real_one_out()
     # The first place to look for modules is the script's folder, as with python itself; a package there is a real one.
-    sys.path.insert(0, os.getcwd() if given.module else os.path.dirname(os.path.abspath(given.script)))
+    sys.path.insert(0, os.path.dirname(os.path.abspath(given.script)))
     names = install(force=given.force)
     if not given.quiet and os.environ.get("RANK", "0") == "0":
         _say(names)
     sys.argv = [given.script, *given.args]
-    # The script becomes __main__, so that processes it spawns find its functions.
-    if given.module:
-        runpy.run_module(given.script, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(given.script, run_name="__main__")
+    runpy.run_path(given.script, run_name="__main__")  # as __main__, so that processes it spawns find its functions
 
 
 def _keep_the_real_one_out() -> None:
@@ -56,7 +49,7 @@ def _say(names: list[str]) -> None:
     parts.append(f"stand-ins for {', '.join(names)}" if names else "nothing emulated")
     left = [name for name in PACKAGES if name not in names]
     if left:
-        parts.append(f"left as installed: {', '.join(left)} (--force to stand in for them)")
+        parts.append(f"left alone: {', '.join(left)} (--force to stand in for them)")
     print("unisono.ascend: " + "; ".join(parts), file=sys.stderr, flush=True)
 
 

@@ -16,21 +16,19 @@ from torch.utils import _device, backend_registration
 
 from . import amp, dispatch, memory, state
 
-_CurrentDevice = Callable[..., Any]
-
 
 def adapt_torch() -> None:
     """Makes ``npu`` a device of torch, once per process."""
-    name = torch._C._get_privateuse1_backend_name()
-    if name == "npu" and hasattr(torch, "npu"):
+    from . import npu
+
+    if getattr(torch, "npu", None) is npu.module:
         return
+    name = torch._C._get_privateuse1_backend_name()
     if name != "privateuseone":
         raise RuntimeError(
             f"torch has one private device type, and another package has named it {name!r}: "
             "unisono.ascend cannot emulate npu in this process"
         )
-    from . import npu
-
     backend_registration._setup_privateuseone_for_python_backend("npu", npu.module)
     sys.modules["torch.npu.amp"] = amp
     dispatch.register()
@@ -68,9 +66,11 @@ def _with_number(function: Callable[..., Any], place: int | None) -> Callable[..
 
 
 def _numbered(device: Any) -> Any:
-    if device == "npu" or (isinstance(device, torch.device) and device.type == "npu" and device.index is None):
-        return torch.device("npu", state.current_device())
-    return device
+    if isinstance(device, str):
+        unnumbered = device == "npu"
+    else:
+        unnumbered = isinstance(device, torch.device) and device.type == "npu" and device.index is None
+    return torch.device("npu", state.current_device()) if unnumbered else device
 
 
 def _make_storages() -> None:
