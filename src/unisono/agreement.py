@@ -35,7 +35,7 @@ class Request:
         self.bytes = _HEAD.pack(self.digest, factor, len(encoded)) + encoded.ljust(self.BYTES - _HEAD.size, b"\0")
 
 
-def compare(pg: ProcessGroup, seq: int, request: Request, letters: Sequence[bytearray]) -> list[float]:
+def compare(pg: ProcessGroup, seq: int, request: Request, letters: Sequence[bytes]) -> list[float]:
     """The factors of all ranks, or MismatchError if any was asked for something else.
 
     ``letters`` are by rank, each beginning with a request's bytes.

@@ -108,7 +108,7 @@ class _Asking:
             mine = torch.tensor(list(request.bytes), dtype=torch.uint8)
             shown = [torch.empty_like(mine) for _ in range(self.size)]
             dist.all_gather(shown, mine, group=self.pg)
-            compare(self.pg, self.seq, request, [bytearray(letter.tolist()) for letter in shown])
+            compare(self.pg, self.seq, request, [bytes(letter.tolist()) for letter in shown])
 
     def all_to_all(
         self,

@@ -1,6 +1,6 @@
 """Uneven collectives by send and receive, for gloo: every byte goes once from where it is to where it is wanted.
 
-A call sends one *letter* to each peer and gets one from each: what it was asked for, and the data itself if that is
+A call is an all-to-all of *letters*, which say what each rank was asked for and hold the data itself if that is
 small. Larger data is posted at the same time, under a tag made of the request's digest, so it only ever meets data of
 an equal request. If requests differ, every rank reads so in the letters and raises.
 
@@ -15,6 +15,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from ctypes import memmove, string_at
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -27,12 +29,16 @@ from .agreement import NO_OP, Request, compare
 from .composed_work import Driver
 from .errors import MismatchError
 
-_ROOM = 4096 - Request.BYTES  # bytes of data in a letter
-_PIECE_BYTES = 1 << 20  # measured: smaller pieces cost more in posting, larger ones leave the caches
+_LETTER_BYTES = 4096
+_ROOM = _LETTER_BYTES - Request.BYTES  # for data
+_PIECE_BYTES = 2 << 20  # measured: smaller pieces cost more in posting, larger ones leave the caches
 _PIECES_AHEAD = 2
 _LEAST_SCRATCH = 64 << 10
-_LETTER_TAGS = 0x6000_0000
-_DATA_TAGS = 0x4000_0000
+_LEAST_RELAY = 1 << 20  # bytes of a chunk from which passing it on in shares pays
+_TAGS = 0x4000_0000
+_NO_OPTIONS = dist.AllToAllOptions()
+
+Span = tuple[int, int]  # first element, and one after the last
 
 
 class Direct:
@@ -55,9 +61,26 @@ class Direct:
         return pg
 
     def all_gather(self, whole: Tensor, part: Tensor, counts: Sequence[int], async_op: bool) -> dist.Work | None:
-        chunks = torch.split(whole, list(counts))
         request = Request("all_gather", part.dtype, NO_OP, counts)
-        return self._exchange(request, whole, [part] * self.size, chunks, async_op)
+        to = _spans(counts)
+        spans = [(0, part.numel())] * self.size
+        largest = max(counts)
+        if self.size == 2 or largest * part.element_size() < _LEAST_RELAY or 2 * largest <= to[-1][1]:
+            return self._exchange(request, part, spans, whole, to, async_op)
+        # One rank has more than all others together. It sends each of the others a share of its chunk, and they pass
+        # the shares on to one another, instead of sending everything to everybody while the others have nothing to do.
+        root = counts.index(largest)
+        others = [rank for rank in range(self.size) if rank != root]
+        edges = [largest * i // len(others) for i in range(len(others) + 1)]
+        shares = dict(zip(others, pairwise(edges), strict=True))
+        start = to[root][0]
+        if self.rank == root:
+            spans = [shares.get(rank, spans[root]) for rank in range(self.size)]
+            return self._exchange(request, part, spans, whole, to, async_op)
+        mine = (start + shares[self.rank][0], start + shares[self.rank][1])
+        relay = [(rank, (start + a, start + b)) for rank, (a, b) in shares.items() if rank != self.rank]
+        to[root] = mine
+        return self._exchange(request, part, spans, whole, to, async_op, (root, mine, relay))
 
     def all_to_all(
         self,
@@ -68,28 +91,51 @@ class Direct:
         matrix: Sequence[int],
         async_op: bool,
     ) -> dist.Work | None:
-        to, source = torch.split(output, list(output_counts)), torch.split(input, list(input_counts))
-        return self._exchange(Request("all_to_all", input.dtype, NO_OP, matrix), output, source, to, async_op)
+        request = Request("all_to_all", input.dtype, NO_OP, matrix)
+        return self._exchange(request, input, _spans(input_counts), output, _spans(output_counts), async_op)
 
     def _exchange(
-        self, request: Request, output: Tensor, sources: Sequence[Tensor], to: Sequence[Tensor], async_op: bool
+        self,
+        request: Request,
+        source: Tensor,
+        spans: list[Span],
+        output: Tensor,
+        to: list[Span],
+        async_op: bool,
+        relay: tuple[int, Span, list[tuple[int, Span]]] | None = None,
     ) -> dist.Work | None:
-        """Sends ``sources[r]`` to rank r, and receives ``to[r]`` from it."""
-        post = self._post(request, sources)
+        """Sends ``spans[r]`` of the source to rank r, and receives ``to[r]`` of the output from it.
+
+        With ``relay``, a root, a span of the output and a list of ranks with spans: passes the span on to those ranks
+        when it has come from the root, and receives their spans from them.
+        """
+        post = self._post(request, source, spans)
+        small = post.fitting_elements
         for peer in reversed(self.peers):
-            if to[peer].nbytes > _ROOM:
-                post.works.append((peer, post.recv(to[peer], peer)))
+            start, end = to[peer]
+            if end - start > small:
+                post.works.append((peer, post.recv(output[start:end], peer)))
         for peer in self.peers:
-            if sources[peer].nbytes > _ROOM:
-                post.send(sources[peer], peer)
+            start, end = spans[peer]
+            if end - start > small:
+                post.works.append((peer, post.send(source[start:end], peer)))
+        passed_on = [(peer, post.recv(output[start:end], peer)) for peer, (start, end) in (relay[2] if relay else ())]
 
         def finish() -> None:
             post.compare(post.works)
             for peer in self.peers:
-                if 0 < to[peer].nbytes <= _ROOM:
-                    to[peer].copy_(post.data_from(peer, to[peer]))
-            if to[self.rank].data_ptr() != sources[self.rank].data_ptr():
-                to[self.rank].copy_(sources[self.rank])
+                start, end = to[peer]
+                if start < end <= start + small:
+                    post.copy_data(peer, output, start, end)
+            (start, end), (own, own_end) = to[self.rank], spans[self.rank]
+            mine = output[start:end]
+            if mine.data_ptr() != source.data_ptr() + own * source.element_size():
+                mine.copy_(source[own:own_end])
+            if relay is not None:
+                root, (start, end), peers = relay
+                post.wait(root)
+                post.works += [(peer, post.send(output[start:end], peer)) for peer, _ in peers]
+                post.works += passed_on
             post.wait()
 
         return self._end(finish, output, async_op)
@@ -98,16 +144,21 @@ class Direct:
         self, part: Tensor, whole: Tensor, counts: Sequence[int], op: int, factor: float, async_op: bool
     ) -> dist.Work | None:
         _core.combine(part[:0], [part[:0]], op, [factor])  # says whether the op means something for the dtype
-        chunks = torch.split(whole, list(counts))
-        post = self._post(Request("reduce_scatter", part.dtype, op, counts, factor), chunks)
+        spans = _spans(counts)
+        post = self._post(Request("reduce_scatter", part.dtype, op, counts, factor), whole, spans)
+        small = post.fitting_elements
         sure = []  # what agreeing peers receive even if others disagree
         for peer in self.peers:
-            if chunks[peer].nbytes > _ROOM:
-                for i, piece in enumerate(torch.split(chunks[peer], self._piece_elements(chunks[peer]))):
-                    work = post.send(piece, peer)
-                    sure += [(peer, work)] if i < _PIECES_AHEAD else []
-        own = chunks[self.rank]
-        pieces = _Pieces(self, post, part, own) if part.nbytes > _ROOM and self.peers else None
+            start, end = spans[peer]
+            if end - start > small:
+                length = self._piece_elements(end - start, part.element_size())
+                for i, piece in enumerate(torch.split(whole[start:end], length)):
+                    post.works.append((peer, post.send(piece, peer)))
+                    if i < _PIECES_AHEAD:
+                        sure.append(post.works[-1])
+        start, end = spans[self.rank]
+        own = whole[start:end]
+        pieces = _Pieces(self, post, part, own) if part.numel() > small and self.peers else None
 
         def finish() -> None:
             factors = post.compare(sure if pieces is None else [*sure, *pieces.under_way()])
@@ -120,16 +171,16 @@ class Direct:
 
         return self._end(finish, part, async_op)
 
-    def _piece_elements(self, chunk: Tensor) -> int:
+    def _piece_elements(self, elements: int, item_bytes: int) -> int:
         """Elements of a piece of a chunk: the same on sender and receiver."""
-        scratch_bytes = max(chunk.nbytes, _LEAST_SCRATCH)
+        scratch_bytes = max(elements * item_bytes, _LEAST_SCRATCH)
         fitting = scratch_bytes // (_PIECES_AHEAD * (self.size - 1))
-        return max(1, min(fitting, _PIECE_BYTES) // chunk.element_size())
+        return max(1, min(fitting, _PIECE_BYTES) // item_bytes)
 
-    def _post(self, request: Request, sources: Sequence[Tensor]) -> _Post:
+    def _post(self, request: Request, source: Tensor, spans: list[Span]) -> _Post:
         with self._lock:
             self._seq += 1
-            return _Post(self, self._seq, request, sources)
+            return _Post(self, self._seq, request, source, spans)
 
     def _end(self, finish: Callable[[], None], output: Tensor, async_op: bool) -> dist.Work | None:
         if async_op:
@@ -141,66 +192,76 @@ class Direct:
 class _Post:
     """The messages of one call. A work is waited for once only: gloo would take a second wait for another message."""
 
-    def __init__(self, direct: Direct, seq: int, request: Request, sources: Sequence[Tensor]) -> None:
+    def __init__(self, direct: Direct, seq: int, request: Request, source: Tensor, spans: list[Span]) -> None:
         self.direct = direct
         self.pg = direct.pg
         self.seq = seq
         self.request = request
-        self.tag = _DATA_TAGS | (int.from_bytes(request.digest[:3], "little") & 0xFFFFF) << 8 | seq & 0xFF
+        self.tag = _TAGS | (int.from_bytes(request.digest[:3], "little") & 0xFFFFF) << 8 | seq & 0xFF
         self.works: list[tuple[int, Any]] = []
-        letter_tag = _LETTER_TAGS | seq & 0xFFFFFF
-        mine = request.bytes + bytes(_ROOM)
-        self.letters = [bytearray(mine) for _ in range(direct.size)]
-        self.receipts = [
-            self.pg.recv([torch.frombuffer(self.letters[peer], dtype=torch.uint8)], peer, letter_tag)
-            for peer in reversed(direct.peers)
-        ]
-        self.sent = [self.pg.send([_letter(mine, sources[peer])], peer, letter_tag) for peer in direct.peers]
+        item_bytes = source.element_size()
+        self.fitting_elements = _ROOM // item_bytes  # what goes into the letter
+        # Raw copies: a few operations of torch per peer would cost as much as the message.
+        first, letters = source.data_ptr(), []
+        for start, end in spans:
+            fits = start < end <= start + self.fitting_elements
+            data = string_at(first + start * item_bytes, (end - start) * item_bytes) if fits else b""
+            letters.append((request.bytes + data).ljust(_LETTER_BYTES, b"\0"))
+        sent = torch.empty(direct.size * _LETTER_BYTES, dtype=torch.uint8)
+        memmove(sent.data_ptr(), b"".join(letters), sent.nbytes)
+        self.letters = torch.empty_like(sent)
+        self.delivery = self.pg.alltoall_base(self.letters, sent, [], [], _NO_OPTIONS)
+
+    def _place_of(self, rank: int) -> int:
+        return self.letters.data_ptr() + rank * _LETTER_BYTES
+
+    def copy_data(self, peer: int, output: Tensor, start: int, end: int) -> None:
+        """Puts the data in a peer's letter into a span of the output."""
+        item_bytes = output.element_size()
+        source = self._place_of(peer) + Request.BYTES
+        memmove(output.data_ptr() + start * item_bytes, source, (end - start) * item_bytes)
 
     def data_from(self, peer: int, like: Tensor) -> Tensor:
         """The data in a peer's letter."""
-        if not like.numel():
-            return like
-        return torch.frombuffer(self.letters[peer], dtype=like.dtype, count=like.numel(), offset=Request.BYTES)
+        start = peer * _LETTER_BYTES + Request.BYTES
+        return self.letters[start : start + like.nbytes].view(like.dtype)
 
     def send(self, tensor: Tensor, peer: int) -> Any:
-        work = self.pg.send([tensor], peer, self.tag)
-        self.works.append((peer, work))
-        return work
+        return self.pg.send([tensor], peer, self.tag)
 
     def recv(self, tensor: Tensor, peer: int) -> Any:
         return self.pg.recv([tensor], peer, self.tag)
 
     def compare(self, sure: Iterable[tuple[int, Any]]) -> list[float]:
         """Reads the letters. Raises if requests differ, after the data has passed that agreeing ranks wait for too."""
-        for work in (*self.receipts, *self.sent):
-            work.wait()
+        self.delivery.wait()
+        requests = [string_at(self._place_of(rank), Request.BYTES) for rank in range(self.direct.size)]
         try:
-            return compare(self.pg, self.seq, self.request, self.letters)
+            return compare(self.pg, self.seq, self.request, requests)
         except MismatchError as error:
             for peer, work in sure:
                 if peer not in error.peers:
                     work.wait()
             raise
 
-    def wait(self) -> None:
-        for _, work in self.works:
-            work.wait()
+    def wait(self, only: int | None = None) -> None:
+        """Waits for the messages under way, to and from all peers or one."""
+        waiting, self.works = self.works, [] if only is None else [pair for pair in self.works if pair[0] != only]
+        for peer, work in waiting:
+            if only is None or peer == only:
+                work.wait()
 
 
-def _letter(start: bytes, data: Tensor) -> Tensor:
-    """A letter with this start, and the data if there is room for it."""
-    letter = torch.frombuffer(bytearray(start), dtype=torch.uint8)
-    if 0 < data.nbytes <= _ROOM:
-        letter[Request.BYTES : Request.BYTES + data.nbytes] = data.view(torch.uint8)
-    return letter
+def _spans(counts: Sequence[int]) -> list[Span]:
+    ends = list(accumulate(counts))
+    return list(zip([0, *ends], ends, strict=False))
 
 
 class _Pieces:
     """The chunk of this rank on its way in: up to _PIECES_AHEAD pieces per peer are received while one is combined."""
 
     def __init__(self, direct: Direct, post: _Post, part: Tensor, mine: Tensor) -> None:
-        length = direct._piece_elements(part)
+        length = direct._piece_elements(part.numel(), part.element_size())
         self.direct = direct
         self.post = post
         self.outputs = torch.split(part, length)

@@ -10,12 +10,28 @@ import os
 import weakref
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import Backend, _resolve_process_group
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupMember
 
 from .group import Group, find_key
+
+_CPU = torch.device("cpu")
+
+
+def can_be_inherited(base: type) -> bool:
+    """Whether a class of torch's C++ half, made from a rank and a size, may be the base of one in Python."""
+    try:
+        type("Probe", (base,), {})(0, 1)
+    except TypeError:
+        return False
+    return True
+
+
+#: Whether a backend inside of a C++ process group can be written in Python: since torch 2.14.
+PYTHON_BACKENDS = can_be_inherited(Backend)
 
 #: What a ``group`` argument may be.
 GroupLike: TypeAlias = Group | ProcessGroup | str | None
@@ -108,12 +124,30 @@ def native(group: GroupLike) -> Group | None:
     """The unisono Group under a process group, None if another backend is."""
     if isinstance(group, Group):
         return group
-    return getattr(group, "unisono_group", None)
+    found: Group | None = getattr(group, "unisono_group", None)
+    if found is None and PYTHON_BACKENDS and isinstance(group, ProcessGroup):
+        found = getattr(_cpu_backend(group), "unisono_group", None)
+    return found
+
+
+def face(group: ProcessGroup | Group | None) -> Any:
+    """The object on unisono that torch talks to: the process group itself or, inside of one, its backend; or None."""
+    found = getattr(group, "unisono_face", None)
+    if found is None and PYTHON_BACKENDS and isinstance(group, ProcessGroup):
+        found = getattr(_cpu_backend(group), "unisono_face", None)
+    return found
+
+
+def _cpu_backend(group: ProcessGroup) -> Backend | None:
+    try:
+        return group._get_backend(_CPU)
+    except RuntimeError:
+        return None  # a group for other devices only
 
 
 def find(group: GroupLike) -> tuple[ProcessGroup | Group | None, Group | None]:
     """:func:`resolve` and :func:`native` in one step, quick for the usual cases."""
-    ours = native(group)  # type: ignore[arg-type]
+    ours = native(group)
     if ours is not None:
         return group, ours  # type: ignore[return-value]
     found = resolve(group)

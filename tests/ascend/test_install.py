@@ -89,7 +89,7 @@ def _as_torch_does(group, names):
     """What happens in a child of a process with stand-ins when it imports torch."""
     import torch
 
-    from unisono import _autoload
+    import unisono_autoload as _autoload
 
     os.environ.pop("UNISONO_ASCEND", None)
     _autoload.register()

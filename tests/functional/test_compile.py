@@ -131,6 +131,42 @@ def test_dynamic_shapes(pool, size):
     assert pool.run(_dynamic) == [1, 1]
 
 
+def _arguments(group, folder):
+    """One compiled function, called with other ops and other groups: no graph answers for another."""
+    compiled = torch.compile(lambda x, op, g: comm_func.all_reduce(x, op, g)[0], fullgraph=True, backend="aot_eager")
+    alone = group.split([group.rank])
+    x = torch.tensor([1.0, 5.0]) if group.rank == 0 else torch.tensor([3.0, 2.0])
+    answers = {"sum": [4.0, 7.0], "max": [3.0, 5.0], "min": [1.0, 2.0], "prod": [3.0, 10.0]}
+    with world(group, "unisono", folder) as _:
+        mine = dist.new_group([group.rank], use_local_synchronization=True)
+        for op in (
+            "sum",
+            "max",
+            dist.ReduceOp.MIN,
+            dist.ReduceOp.SUM,
+            "prod",
+            dist.ReduceOp.MAX,
+            dist.ReduceOp.PRODUCT,
+        ):
+            name = op if isinstance(op, str) else {"PRODUCT": "prod"}.get(op.name, op.name.lower())
+            for where in (None, group, dist.group.WORLD, group.key, "world"):
+                assert compiled(x, op, where).tolist() == answers[name], (op, where)
+            for where in (alone, mine, mine.group_name):
+                assert compiled(x, op, where).tolist() == x.tolist(), (op, where)
+            torch.compiler.reset()  # or there are more graphs than torch keeps for one function
+        for op in (dist.ReduceOp.MIN, dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, "max"):
+            name = op if isinstance(op, str) else {"PRODUCT": "prod"}.get(op.name, op.name.lower())
+            assert compiled(x, op, group).tolist() == answers[name], op
+        dist.destroy_process_group(mine)
+    alone.close()
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("size", [2])
+def test_other_arguments_are_other_graphs(pool, size, tmp_path):
+    pool.run(_arguments, str(tmp_path))
+
+
 def _regrouped(group, folder):
     """A graph made for the default group runs on whatever is the default group later, of the same size."""
     compiled = torch.compile(lambda x: comm_func.all_reduce(x)[0], fullgraph=True, backend="aot_eager")

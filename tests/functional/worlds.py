@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import unisono
-from unisono import compositions
 
 # How a call names its group: a unisono.Group; the default group of a backend; a ProcessGroup of a backend; a name.
 NATIVE = ("Group", "unisono", "unisono group", "unisono name")
@@ -34,7 +33,6 @@ def default_group(group: unisono.Group, backend: str, folder: str) -> Iterator[A
         yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
-        compositions._chosen.clear()
         gc.collect()
 
 

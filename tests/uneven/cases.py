@@ -45,6 +45,7 @@ def world(group: Any, kind: str, path: str) -> Iterator[Any]:
     dist.init_process_group(kind, store=store, rank=group.rank, world_size=group.size, timeout=timedelta(seconds=60))
     try:
         yield dist.group.WORLD
+        dist.barrier()  # nobody leaves while others still talk
     finally:
         dist.destroy_process_group()
 

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Store
 from .. import torch_backend
 from ..group import Group
 from ..torch_backend import ProcessGroupUnisono
-from ..work import Work
+from ..work import FINISHED, Work
 from . import missing
 from .memory import as_cpu
 
@@ -69,9 +69,7 @@ class ProcessGroupHCCL(ProcessGroupUnisono):
 
     def split_group(self, *args: Any, **kwargs: Any) -> ProcessGroupUnisono | None:
         child = super().split_group(*args, **kwargs)
-        if isinstance(child, ProcessGroupHCCL):
-            child._takes_cpu = self._takes_cpu
-        return child
+        return None if child is None else ProcessGroupHCCL(child.unisono_group, self._store, self._takes_cpu)
 
     def rebuild(self) -> None:
         """Leaves the group and meets the others in a new one, also after an error; all its ranks call this."""
@@ -102,28 +100,45 @@ class ProcessGroupHCCL(ProcessGroupUnisono):
         opts: Any,
         timeout: timedelta | None,
     ) -> Work:
-        return super()._run(name, verb, tuple(map(self._lower, arguments)), outputs, opts, timeout)
+        lower = _Lowering(self._takes_cpu)
+        return lower.back(super()._run(name, verb, lower(arguments), lower(outputs), opts, timeout), outputs)
 
     def _run_all(
         self, name: str, verb: Callable[..., Any], calls: Sequence[tuple[Any, ...]], outputs: Any, opts: Any
     ) -> Work:
-        return super()._run_all(name, verb, [tuple(map(self._lower, call)) for call in calls], outputs, opts)
+        lower = _Lowering(self._takes_cpu)
+        return lower.back(super()._run_all(name, verb, lower(calls), lower(outputs), opts), outputs)
 
     def _mail(self, name: str, verb: Callable[..., Any], tensor: Tensor, peer: int | None, tag: int) -> Work:
-        work = super()._mail(name, verb, self._lower(tensor), peer, tag)
-        work._outputs = [tensor]
-        return work
+        lower = _Lowering(self._takes_cpu)
+        return lower.back(super()._mail(name, verb, lower(tensor), peer, tag), [tensor])
 
-    def _lower(self, value: Any) -> Any:
+
+class _Lowering:
+    """The CPU tensors that the tensors of one call share their bytes with; the same one for the same tensor."""
+
+    def __init__(self, takes_cpu: bool) -> None:
+        self._takes_cpu = takes_cpu
+        self._met: dict[int, Tensor] = {}
+
+    def __call__(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            if value.device.type == "npu":
-                return as_cpu(value)
-            if not (value.is_cpu and self._takes_cpu):
-                raise RuntimeError(_no_backend(value.device.type))
-            return value
+            return self._met.get(id(value)) if id(value) in self._met else self._lower(value)
         if isinstance(value, (list, tuple)):
-            return [self._lower(part) for part in value]
+            return type(value)(self(part) for part in value)
         return value
+
+    def _lower(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "npu" and not (tensor.is_cpu and self._takes_cpu):
+            raise RuntimeError(_no_backend(tensor.device.type))
+        cpu = self._met[id(tensor)] = as_cpu(tensor) if tensor.device.type == "npu" else tensor
+        return cpu
+
+    def back(self, work: Work, outputs: Any) -> Work:
+        """The call, whose results are the caller's own tensors."""
+        if work is not FINISHED:
+            work._outputs = outputs
+        return work
 
 
 def _no_backend(kind: str) -> str:

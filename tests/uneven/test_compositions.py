@@ -1,0 +1,228 @@
+"""Compositions for backends that are not installed here, on groups that stand for them; and gloo's use of memory."""
+
+import sys
+import threading
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import unisono
+from tests import reference
+from tests.uneven.cases import factor_of, splits_for, world
+from unisono import _core, compositions
+from unisono.compositions import Ascend, Lists, Rooted, composition_of
+
+OPS = ("sum", "avg", "product", "min", "max", "premul_sum")
+
+
+def composed_values(group, kind, path, name, ops, async_op):
+    rank, size, complaints = group.rank, group.size, []
+    with world(group, kind, path) as pg:
+        composition = {
+            "lists": lambda: Lists(pg),
+            "rooted": lambda: Rooted(pg, keeps_input=kind == "unisono"),
+        }[name]()
+
+        def compare(what, got, want):
+            # A backend has its own order of additions, so not by bits.
+            if not torch.allclose(got.double(), want.double(), rtol=1e-5, atol=1e-4):
+                complaints.append(f"{what}: got {got}, want {want}")
+
+        for seed, counts in enumerate(s for unit in (1, 1001) for s in splits_for(size, unit)):
+            parts = [reference.make_input("float32", n, r, seed) for r, n in enumerate(counts)]
+            whole = torch.zeros(sum(counts))
+            mine = parts[rank].clone()
+            work = composition.all_gather(whole, mine, counts, async_op)
+            assert (work is not None) is async_op
+            work and work.wait()
+            compare(f"all_gather {counts}", whole, reference.joined(parts))
+            wholes = [reference.make_input("float32", sum(counts), r, seed) for r in range(size)]
+            for op in ops:
+                source, part = wholes[rank].clone(), torch.zeros(counts[rank])
+                factors = [factor_of(r) for r in range(size)]
+                work = composition.reduce_scatter(part, source, counts, _core.OPS[op], factors[rank], async_op)
+                work and work.wait()
+                want = reference.expected(rank, "reduce_scatter", wholes, counts, op, factors=factors)
+                compare(f"reduce_scatter {op} {counts}", part, want)
+                if not torch.equal(source, wholes[rank]):
+                    complaints.append(f"{op} {counts}: the input was changed")
+            matrix = [list(counts) for _ in range(size)]
+            sources = [reference.make_input("float32", sum(counts), r, seed) for r in range(size)]
+            output = torch.zeros(size * counts[rank])
+            flat = [n for row in matrix for n in row]
+            work = composition.all_to_all(output, sources[rank], [counts[rank]] * size, counts, flat, async_op)
+            work and work.wait()
+            compare(f"all_to_all {counts}", output, reference.expected(rank, "all_to_all", sources, matrix))
+        try:
+            odd = [2, *[1] * (size - 2), 0] if rank == 0 else [1] * size
+            composition.all_gather(torch.zeros(size), torch.zeros(odd[rank]), odd, False)
+            complaints.append("different splits: nothing was raised")
+        except unisono.MismatchError as error:
+            if "<- differs" not in str(error):
+                complaints.append(str(error))
+    return complaints
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize(
+    "kind, name, ops",
+    [("unisono", "lists", OPS), ("unisono", "rooted", OPS), ("gloo", "rooted", OPS)],
+)
+@pytest.mark.parametrize("size", [2, 3])
+def test_compositions(pool, size, kind, name, ops, async_op, tmp_path):
+    assert pool.run(composed_values, kind, str(tmp_path / "store"), name, ops, async_op) == [[]] * size
+
+
+def integer_average(group, path):
+    with world(group, "gloo", path) as pg:
+        part = torch.zeros(1, dtype=torch.int32)
+        source = torch.tensor([-3, 5], dtype=torch.int32) * (1 + group.rank)
+        Rooted(pg, keeps_input=False).reduce_scatter(part, source, [1, 1], _core.OPS["avg"], 1.0, False)
+        return part.item()
+
+
+@pytest.mark.parametrize("size", [2])
+def test_average_of_integers_is_cut(pool, size, tmp_path):
+    assert pool.run(integer_average, str(tmp_path / "store")) == [-4, 7]
+
+
+class FakeBackend:
+    def __init__(self, name):
+        self._name = name
+
+    def name(self):
+        return self._name
+
+
+class FakeGroup:
+    """Enough of a process group to be asked which composition it takes."""
+
+    group_name = "fake"
+    _device_types = (torch.device("cuda"),)
+
+    def __init__(self, name):
+        self._backend = FakeBackend(name)
+
+    def _get_backend(self, device):
+        return self._backend
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 1
+
+
+@pytest.mark.parametrize(
+    "name, kind, keeps_input",
+    [
+        ("nccl", Lists, None),
+        ("hccl", Lists, None),
+        ("mpi", Rooted, True),
+        ("ucc", Rooted, True),
+        ("new", Rooted, False),
+    ],
+)
+def test_choice_by_name(name, kind, keeps_input):
+    group = FakeGroup(name)
+    chosen = composition_of(group, torch.device("cuda"))
+    assert type(chosen) is kind and getattr(chosen, "keeps_input", None) is keeps_input
+    assert composition_of(group, torch.device("cuda")) is chosen  # chosen once
+    assert not chosen.can_ask  # no backend for CPU tensors
+
+
+def test_a_choice_does_not_keep_the_group():
+    group = FakeGroup("mpi")
+    composition_of(group, torch.device("cuda"))
+    before = len(compositions._chosen)
+    del group
+    assert len(compositions._chosen) == before - 1
+
+
+def test_torch_npu_is_used_where_it_has_the_calls(monkeypatch):
+    calls = []
+
+    def gather(output, input, output_split_sizes=None, group=None, async_op=False):
+        calls.append(("gather", output_split_sizes, group, async_op))
+        output.copy_(input)
+        return "work"
+
+    def reduce(output, input, input_split_sizes=None, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        calls.append(("reduce", input_split_sizes, op, group, async_op))
+        output.copy_(input)
+        return "work"
+
+    fake = types.ModuleType("torch_npu")
+    fake.distributed = types.SimpleNamespace(all_gather_into_tensor_uneven=gather)
+    monkeypatch.setitem(sys.modules, "torch_npu", fake)
+    npu = torch.device("cuda")  # a torch without torch_npu has no npu
+    assert type(composition_of(FakeGroup("hccl"), npu)) is Lists  # an older torch_npu, with one of the two calls
+    fake.distributed.reduce_scatter_tensor_uneven = reduce
+    group = FakeGroup("hccl")
+    chosen = composition_of(group, npu)
+    assert type(chosen) is Ascend
+    source, output = torch.ones(3), torch.zeros(3)
+    assert chosen.all_gather(output, source, [3], False) is None
+    assert output.tolist() == [1.0] * 3
+    assert chosen.reduce_scatter(output, source, [3], _core.OPS["max"], 1.0, True) == "work"
+    assert calls == [("gather", [3], group, False), ("reduce", [3], dist.ReduceOp.MAX, group, True)]
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+class Peak:
+    """The most memory in use while this is open, looked at all the time from a thread."""
+
+    def __enter__(self):
+        self.start = self.most = resident_bytes()
+        self.over = False
+        self.thread = threading.Thread(target=self.look)
+        self.thread.start()
+        return self
+
+    def look(self):
+        while not self.over:
+            self.most = max(self.most, resident_bytes())
+
+    def __exit__(self, *exc):
+        self.over = True
+        self.thread.join()
+
+    @property
+    def extra(self):
+        return self.most - self.start
+
+
+def extra_memory(group, path):
+    size, rank = group.size, group.rank
+    with world(group, "gloo", path):
+        splits = [1 << 20] * size
+        splits[-1] = 6 << 20  # 24 MiB on the last rank, 4 MiB on the others
+        whole, part = torch.ones(sum(splits)), torch.zeros(splits[rank])
+        for _ in range(2):  # sockets and threads get what they keep
+            unisono.reduce_scatter_tensor_uneven(part, whole, splits)
+            unisono.all_gather_into_tensor_uneven(whole, part, splits)
+        found = []
+        for verb in ("reduce", "gather"):
+            dist.barrier()
+            with Peak() as peak:
+                if verb == "reduce":
+                    unisono.reduce_scatter_tensor_uneven(part, whole, splits)
+                else:
+                    unisono.all_gather_into_tensor_uneven(whole, part, splits)
+            found.append((peak.extra, part.nbytes))
+        return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_memory_on_gloo(pool, size, tmp_path):
+    """A reduce-scatter takes no more than its output again, an all-gather nothing to speak of."""
+    slack = 2 << 20  # the interpreter's and the allocator's own
+    for (reducing, output_bytes), (gathering, _) in pool.run(extra_memory, str(tmp_path / "store")):
+        assert reducing <= output_bytes + slack
+        assert gathering <= slack
