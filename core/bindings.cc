@@ -301,12 +301,13 @@ class Communicator {
       if (all != in.count) throw nb::value_error("argument 'counts' must add up to the number of products");
     }
     if (wanted != out.count || (finish.has_residual && (extra.count != out.count || extra.dtype != out.dtype)))
-      throw nb::value_error("arguments 'output' and 'residual' must be of one dtype and have the elements this rank gets");
+      throw nb::value_error(
+          "arguments 'output' and 'residual' must be of one dtype and have the elements this rank gets");
     if (!finishing_exists(in.dtype, out.dtype, static_cast<RedOp>(op)))
       throw nb::type_error("argument 'output' has no such reduction of 'products'");
     auto hidden = [&](const std::byte* data, size_t n) { return n && !group().heap().holds(data); };
-    if (size_ > 1 && (hidden(in.data, in.count) || hidden(out.data, out.count) ||
-                      (counts && hidden(extra.data, extra.count))))
+    if (size_ > 1 &&
+        (hidden(in.data, in.count) || hidden(out.data, out.count) || (counts && hidden(extra.data, extra.count))))
       throw nb::value_error("arguments 'products', 'output' and 'residual' must be in shared memory");
     Call call;
     call.verb = Verb::matmul_reduce;

@@ -94,18 +94,31 @@ void tail(const Finishing& f, size_t at) {
     // Two at a time, with nothing but the sum.
     __builtin_memcpy(next, static_cast<const T*>(f.src[s]) + at, left * sizeof(T));
     constexpr RedOp step = op == RedOp::avg ? RedOp::sum : op;
-    block<Same<T>, step, 1>({Finishing{.out = f.out, .op = step, .count = lanes, .src = pair, .nsrc = 2, .dst = sum,
-                                       .ndst = 1, .scale = 1, .residual = nullptr}},
+    block<Same<T>, step, 1>({Finishing{.out = f.out,
+                                       .op = step,
+                                       .count = lanes,
+                                       .src = pair,
+                                       .nsrc = 2,
+                                       .dst = sum,
+                                       .ndst = 1,
+                                       .scale = 1,
+                                       .residual = nullptr}},
                             0);
   }
   if constexpr (op == RedOp::avg)
     for (T& x : acc) x = x / static_cast<T>(f.nsrc);
-  if (f.residual)
-    __builtin_memcpy(residual, static_cast<const char*>(f.residual) + at * Out::size, left * Out::size);
+  if (f.residual) __builtin_memcpy(residual, static_cast<const char*>(f.residual) + at * Out::size, left * Out::size);
   const void* const one[] = {acc};
   void* const to[] = {out};
-  block<Out, RedOp::sum, 1>({Finishing{.out = f.out, .op = RedOp::sum, .count = lanes, .src = one, .nsrc = 1, .dst = to,
-                                       .ndst = 1, .scale = f.scale, .residual = f.residual ? residual : nullptr}},
+  block<Out, RedOp::sum, 1>({Finishing{.out = f.out,
+                                       .op = RedOp::sum,
+                                       .count = lanes,
+                                       .src = one,
+                                       .nsrc = 1,
+                                       .dst = to,
+                                       .ndst = 1,
+                                       .scale = f.scale,
+                                       .residual = f.residual ? residual : nullptr}},
                             0);
   for (size_t d = 0; d < f.ndst; d++)
     __builtin_memcpy(static_cast<char*>(f.dst[d]) + at * Out::size, out, left * Out::size);

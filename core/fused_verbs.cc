@@ -4,8 +4,8 @@
 // The products form one space of elements, cut into spans. Without counts there is one span and everybody gets it; with
 // counts there is a span for every output and rank, in that order, and a rank's outputs lie behind one another. Small
 // calls are buffered: every rank finishes what it wants for itself. Otherwise the space is cut into equal shares, one
-// per rank: a rank finishes its share, whoever it is for, and stores into all outputs. Everything is visible, so nothing
-// is staged; the exit wait says that all shares are done and that all inputs have been read.
+// per rank: a rank finishes its share, whoever it is for, and stores into all outputs. Everything is visible, so
+// nothing is staged; the exit wait says that all shares are done and that all inputs have been read.
 #include <algorithm>
 #include <vector>
 

@@ -1,9 +1,10 @@
 // See gemm.h: how a product is cut so that what is used again is in the nearest cache.
 //
-// Many rows: for every block of k, rows of a become float32 in the second-level cache, once; then panel by panel of b is
-// packed into the first-level cache as float32 and used by all those rows. Few rows do not pay for packing: they read b
-// where it is, a few rows of b at a time, so that memory is read in order. Panels that were packed before are used as
-// they are. A sliver is as many rows as one tile has accumulators for.
+// Many rows: for every block of k, rows of a become float32 in the second-level cache, once; then panel by panel of b
+// is packed into the first-level cache as float32 and used by all those rows. Few rows do not pay for packing: they
+// read b where it is, a few rows of b at a time, so that memory is read in order. Panels that were packed before are
+// used as they are. A sliver is as many rows as one tile has accumulators for. While a panel is used, what is packed
+// next is asked for from memory: without that a third of the time went into waiting for it (64 rows, weights of 2 MiB).
 #include "gemm.h"
 
 #include <algorithm>
@@ -18,11 +19,15 @@ namespace unisono {
 namespace {
 
 // Measured on Zen 4 (32 KiB, 1 MiB and 32 MiB of cache), with rows of b 2 and 4 KiB apart.
-constexpr size_t kDepth = 256;    // k of a block: its panel and a sliver fit the first-level cache
-constexpr size_t kRows = 384;     // rows of a block: the second-level cache
-constexpr size_t kPanels = 4;     // packed together, so that rows of b are read in longer stretches
-constexpr size_t kStretch = 8;    // rows of b that are read side by side; more collide in the first-level cache
-constexpr size_t kFewRows = 8;    // up to here b is read where it is
+constexpr size_t kDepth = 352;  // k of a block: two runs; its panel fits the first-level cache
+constexpr size_t kRows = 512;   // rows of a block: the second-level cache
+constexpr size_t kPanels = 4;   // packed together, so that rows of b are read in longer stretches
+constexpr size_t kStretch = 8;  // rows of b that are read side by side; more collide in the first-level cache
+constexpr size_t kFewRows = 4;  // up to here b is read where it is
+// Sums of many terms lose accuracy, so products are summed in runs, and these sums are summed. torch's sgemm has runs
+// of about 190 here.
+constexpr size_t kRun = 176;      // products of a tile
+constexpr size_t kFewRun = 1024;  // products of few rows, where c takes up kStretch at a time
 constexpr size_t kPad = 16;       // so that rows a power of two apart do not share the same cache sets
 constexpr size_t kAlign = 4096;
 
@@ -57,10 +62,17 @@ Matrix from(const Matrix& m, size_t i, size_t j) {
   return moved;
 }
 
+// Panels of n columns, one behind the other.
 void pack(const GemmTable& t, const Matrix& b, size_t k, size_t n, float* to) {
+  const size_t whole = b.col == 1 ? n / t.columns : 0;
+  if (whole) t.pack(b, k, whole, to);
+  if (whole * t.columns == n) return;
+  to += whole * t.columns * k;
+  const Matrix rest = from(b, 0, whole * t.columns);
+  n -= whole * t.columns;
   for (size_t i = 0; i < k; i += kStretch)
     for (size_t j = 0; j < n; j += t.columns)
-      t.widen(from(b, i, j), std::min(kStretch, k - i), std::min(t.columns, n - j), to + j * k + i * t.columns,
+      t.widen(from(rest, i, j), std::min(kStretch, k - i), std::min(t.columns, n - j), to + j * k + i * t.columns,
               t.columns);
 }
 
@@ -76,9 +88,12 @@ void each_sliver(size_t m, size_t most, F f) {
 
 void multiply_few(const GemmTable& t, const Product& p) {
   const size_t a_row = p.k + kPad;
-  float* const a = scratch(p.m * a_row);
+  float* const a = scratch(p.m * (a_row + (p.k > kFewRun ? p.n : 0)));
+  float* const beside = a + p.m * a_row;  // the sums of a run but the first
   t.widen(p.a, p.m, p.k, a, a_row);
-  for (size_t k0 = 0; k0 < p.k; k0 += kStretch)
+  for (size_t k0 = 0; k0 < p.k; k0 += kStretch) {
+    float* const c = k0 < kFewRun ? p.c : beside;
+    const size_t c_row = k0 < kFewRun ? p.c_row : p.n;
     each_sliver(p.m, t.rows, [&](size_t i, size_t rows) {
       t.tile({.rows = rows,
               .k = std::min(kStretch, p.k - k0),
@@ -89,12 +104,27 @@ void multiply_few(const GemmTable& t, const Product& p) {
               .b_row = p.b.row,
               .b_panel = t.columns,
               .columns = p.n,
-              .c = p.c + i * p.c_row,
-              .c_row = p.c_row,
-              .bias = p.bias,
-              .add = k0 > 0});
+              .c = c + i * c_row,
+              .c_row = c_row,
+              .bias = k0 == 0 ? p.bias : nullptr,
+              .add = k0 % kFewRun > 0,
+              .next_a = nullptr,
+              .ahead = nullptr,
+              .ahead_row = 0,
+              .ahead_rows = 0,
+              .ahead_bytes = 0});
     });
+    if (c == beside && ((k0 + kStretch) % kFewRun == 0 || k0 + kStretch >= p.k))
+      for (size_t i = 0; i < p.m; i++)
+        for (size_t j = 0; j < p.n; j++) p.c[i * p.c_row + j] += beside[i * p.n + j];
+  }
 }
+
+// What the tiles of one panel ask for while they work: k rows of some bytes, a part in each tile.
+struct Ahead {
+  const std::byte* data = nullptr;
+  size_t row = 0, bytes = 0;
+};
 
 void multiply_blocks(const GemmTable& t, const Product& p) {
   const size_t depth = std::min(p.k, kDepth), a_row = depth + kPad, most = std::min(p.m, kRows);
@@ -110,20 +140,45 @@ void multiply_blocks(const GemmTable& t, const Product& p) {
         if (!p.panels && turn == 0) pack(t, from(p.b, k0, j), k, std::min(kPanels * t.columns, p.n - j), packed);
         const float* panel =
             p.panels ? static_cast<const float*>(p.b.data) + j * p.k + k0 * t.columns : packed + turn * k * t.columns;
+        // The panel after this one; of b itself the panels after those that are packed now, a part for each of them.
+        Ahead ahead;
+        size_t ahead_k = k, ahead_first = 0;
+        if (p.panels && j + t.columns < p.n) {
+          ahead = {reinterpret_cast<const std::byte*>(panel + p.k * t.columns), t.columns * sizeof(float),
+                   t.columns * sizeof(float)};
+        } else if (!p.panels && p.b.col == 1) {
+          const size_t next = (j / t.columns - turn + kPanels) * t.columns, size = dtype_bytes(p.b.dtype);
+          if (next < p.n) {
+            ahead = {static_cast<const std::byte*>(from(p.b, k0, next).data), p.b.row * size,
+                     std::min(kPanels * t.columns, p.n - next) * size};
+            ahead_first = k * turn / kPanels;
+            ahead_k = k * (turn + 1) / kPanels - ahead_first;
+          }
+        }
         each_sliver(m, t.rows, [&](size_t i, size_t rows) {
-          t.tile({.rows = rows,
-                  .k = k,
-                  .a = a + i * a_row,
-                  .a_row = a_row,
-                  .b = panel,
-                  .b_type = DType::f32,
-                  .b_row = t.columns,
-                  .b_panel = 0,
-                  .columns = std::min(t.columns, p.n - j),
-                  .c = p.c + (i0 + i) * p.c_row + j,
-                  .c_row = p.c_row,
-                  .bias = p.bias ? p.bias + j : nullptr,
-                  .add = k0 > 0});
+          for (size_t k1 = 0; k1 < k; k1 += kRun) {
+            const size_t run = std::min(kRun, k - k1);
+            const size_t begin = ahead_first + ahead_k * (i * k + k1 * rows) / (m * k);
+            const size_t end = ahead_first + ahead_k * (i * k + (k1 + run) * rows) / (m * k);
+            t.tile({.rows = rows,
+                    .k = run,
+                    .a = a + i * a_row + k1,
+                    .a_row = a_row,
+                    .b = panel + k1 * t.columns,
+                    .b_type = DType::f32,
+                    .b_row = t.columns,
+                    .b_panel = 0,
+                    .columns = std::min(t.columns, p.n - j),
+                    .c = p.c + (i0 + i) * p.c_row + j,
+                    .c_row = p.c_row,
+                    .bias = p.bias ? p.bias + j : nullptr,
+                    .add = k0 + k1 > 0,
+                    .next_a = a + (i + rows < m ? i + rows : 0) * a_row + k1,
+                    .ahead = reinterpret_cast<const char*>(ahead.data + begin * ahead.row),
+                    .ahead_row = ahead.row,
+                    .ahead_rows = ahead.data ? end - begin : 0,
+                    .ahead_bytes = ahead.bytes});
+          }
         });
       }
     }

@@ -1,6 +1,7 @@
 // The kernels of matrix products, compiled once per instruction set; each compile exports one GemmTable.
 //
-// Flags as for reduce_kernels.cc, but for -ffp-contract=fast: a product's sums are fused multiply-adds. The accumulators of a tile (rows x 2 vectors) fill the registers; everything else streams.
+// Flags as for reduce_kernels.cc, but for -ffp-contract=fast: a product's sums are fused multiply-adds. The
+// accumulators of a tile (rows x 2 vectors) fill the registers; everything else streams.
 #include "gemm_kernels.h"
 
 #include "vectors.h"
@@ -66,7 +67,7 @@ UNISONO_INLINE void one_panel(const Tile& t, const char* b, float* c, const floa
   for (size_t i = 0; i < rows; i++) left[i] = right[i] = Floats{};
   const float* a = t.a;
   const size_t a_row = t.a_row, b_row = t.b_row * size;
-  for (size_t k = 0; k < t.k; k++, a++, b += b_row) {
+  auto step = [&]() __attribute__((always_inline)) {
     const Floats x = F::wide(b), y = F::wide(b + lanes * size);
 #pragma GCC unroll 16
     for (size_t i = 0; i < rows; i++) {
@@ -74,7 +75,26 @@ UNISONO_INLINE void one_panel(const Tile& t, const char* b, float* c, const floa
       left[i] += factor * x;
       right[i] += factor * y;
     }
+    a++, b += b_row;
+  };
+  size_t k = 0;
+  if (t.next_a) {
+#pragma GCC unroll 16
+    for (size_t i = 0; i < rows; i++) __builtin_prefetch(c + i * t.c_row, 1, 3);
+    constexpr size_t stretch = 8;
+    const char* ahead = t.ahead;
+    const size_t each = (t.ahead_rows * stretch + t.k - 1) / t.k;
+    for (size_t asked = 0; k + stretch <= t.k; k += stretch) {
+      for (size_t r = 0; r < each && asked < t.ahead_rows; r++, asked++, ahead += t.ahead_row)
+        for (size_t at = 0; at < t.ahead_bytes; at += 64) __builtin_prefetch(ahead + at, 0, 2);
+      if (k % 16 == 0) {
+#pragma GCC unroll 16
+        for (size_t i = 0; i < rows; i++) __builtin_prefetch(t.next_a + i * a_row + k, 0, 3);
+      }
+      for (size_t i = 0; i < stretch; i++) step();
+    }
   }
+  for (; k < t.k; k++) step();
 #pragma GCC unroll 16
   for (size_t i = 0; i < rows; i++) {
     char* const to = reinterpret_cast<char*>(c + i * t.c_row);
@@ -111,6 +131,7 @@ void last_panel(const Tile& t, const char* b, float* c, const float* bias, size_
     }
     Tile inner = t;
     inner.k = some, inner.a = t.a + k, inner.b_row = width, inner.c_row = width, inner.add = t.add || k > 0;
+    inner.next_a = nullptr;
     one_panel<FromF32, rows>(inner, reinterpret_cast<const char*>(held), part, part_bias);
   }
   for (size_t i = 0; i < rows; i++)
@@ -143,7 +164,28 @@ void tile(const Tile& t) {
   return tile_rows<FromF16>(t);
 }
 
-// ---- Widening, with transposition where the source runs the other way ----
+// ---- Packing and widening ----
+
+template <class F>
+void pack_of(const Matrix& b, size_t k, size_t panels, float* to) {
+  constexpr size_t size = sizeof(typename F::Stored);
+  const char* from = static_cast<const char*>(b.data);
+  const size_t panel_bytes = k * width * sizeof(float);
+  char* out = reinterpret_cast<char*>(to);
+  for (size_t i = 0; i < k; i++, from += b.row * size, out += width * sizeof(float))
+    for (size_t p = 0; p < panels; p++) {
+      store(out + p * panel_bytes, F::wide(from + p * width * size));
+      store(out + p * panel_bytes + vec_bytes, F::wide(from + (p * width + lanes) * size));
+    }
+}
+
+void pack(const Matrix& b, size_t k, size_t panels, float* to) {
+  if (b.dtype == DType::f32) return pack_of<FromF32>(b, k, panels, to);
+  if (b.dtype == DType::bf16) return pack_of<FromBf16>(b, k, panels, to);
+  return pack_of<FromF16>(b, k, panels, to);
+}
+
+// Transposes where the source runs the other way.
 
 template <size_t step, size_t... lane>
 UNISONO_INLINE void exchange(Floats& x, Floats& y, std::index_sequence<lane...>) {
@@ -211,6 +253,6 @@ void widen(const Matrix& from, size_t rows, size_t columns, float* to, size_t to
 
 #define UNISONO_JOIN_(a, b) a##b
 #define UNISONO_JOIN(a, b) UNISONO_JOIN_(a, b)
-constinit const GemmTable UNISONO_JOIN(gemm_, UNISONO_ISA) = {most_rows, width, tile, widen};
+constinit const GemmTable UNISONO_JOIN(gemm_, UNISONO_ISA) = {most_rows, width, tile, pack, widen};
 
 }  // namespace unisono

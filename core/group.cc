@@ -262,7 +262,8 @@ void Group::describe(Call& call, Descriptor& d) {
   bool counts_unknown = call.verb == Verb::all_to_all || call.verb == Verb::gather || call.verb == Verb::scatter;
   if (!call.out_parts && call.out && call.verb != Verb::barrier &&
       (d.input == Holder::place || counts_unknown || call.verb == Verb::broadcast))
-    d.out = locate(call.out, call.finish ? call.finish->out_count * dtype_bytes(call.finish->out) : call.count * element);
+    d.out =
+        locate(call.out, call.finish ? call.finish->out_count * dtype_bytes(call.finish->out) : call.count * element);
   if (call.finish) d.residual = locate(call.finish->residual, call.finish->out_count * dtype_bytes(call.finish->out));
   if ((call.in_parts || call.out_parts) && (d.input == Holder::place || counts_unknown)) {
     TableEntry* table = mine_.table(call.seq);

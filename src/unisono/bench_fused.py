@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 import unisono
 from unisono.group import Group
@@ -78,7 +79,8 @@ def measure(
                 asked = (dtype, groups, m, k, n, rounds, tuple(contenders))
                 per_rank = pool.run(_rank_times, *asked, timeout_s=600)
                 slowest = {
-                    name: [max(times) for times in zip(*(r[name] for r in per_rank), strict=True)] for name in contenders
+                    name: [max(times) for times in zip(*(r[name] for r in per_rank), strict=True)]
+                    for name in contenders
                 }
                 ms = {name: statistics.median(times) * 1e3 for name, times in slowest.items()}
                 results.append(FusedRow(dtype, groups, m, k, n, ranks, rounds, ms))
@@ -88,7 +90,7 @@ def measure(
 
 def _join_gloo(group: Group, path: str) -> None:
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.FileStore(path, group.size), rank=group.rank, world_size=group.size)
+        dist.init_process_group("gloo", store=FileStore(path, group.size), rank=group.rank, world_size=group.size)
 
 
 def _rank_times(

@@ -1,8 +1,8 @@
 """Matrix products fused with the collective before or after them: tensor parallelism in one call.
 
 Every function here computes in float32 (float64 for float64), reduces over the ranks in float32 and rounds once, to the
-dtype of x; all ranks get the same bits. A *group* of a grouped product is one pair of matrices of its own; the ``group``
-argument is the ranks that take part: None, a name, a torch ProcessGroup of any backend, or a unisono Group.
+dtype of x; all ranks get the same bits. A *group* of a grouped product is one pair of matrices; the ``group`` argument
+says which ranks take part: None, a name, a torch ProcessGroup of any backend, or a unisono Group.
 """
 
 from __future__ import annotations
@@ -14,16 +14,9 @@ from typing import Any, TypeAlias
 import torch
 
 from . import fused_ops, fused_run, groups
+from .fused_arguments import flat_residual, number_list, read_groups, read_pair, split_lists, tensor_list
 from .fused_gemm import PreparedWeight
-from .fused_plan import (
-    Plan,
-    check_dtypes,
-    check_reduction,
-    check_splits,
-    planned_groups,
-    planned_scatter,
-    product_of,
-)
+from .fused_plan import Plan, check_reduction, check_splits, planned_scatter, product_of
 from .groups import GroupLike
 
 Weight: TypeAlias = torch.Tensor | PreparedWeight
@@ -57,7 +50,7 @@ def grouped_matmul_all_reduce(
 ) -> list[torch.Tensor]:
     """Multiplies pairs of matrices and sums each product over the ranks.
 
-    Rank r holds columns of x and the same rows of the weights; group i gives ``Σ_r x_ir @ weight_ir + Σ_r bias_ir / n``::
+    Rank r holds columns of x and the same rows of the weights; group i is ``Σ_r x_ir @ weight_ir + Σ_r bias_ir / n``::
 
         rank 0  x [[1]]   weight [[2, 3]]       y [[2 + 40, 3 + 50]]
         rank 1  x [[10]]  weight [[4, 5]]   ->  y [[2 + 40, 3 + 50]]
@@ -89,7 +82,7 @@ def grouped_matmul_all_reduce(
     [[[13.0, 13.0, 13.0], [13.0, 13.0, 13.0]], [[13.0, 13.0, 13.0], [13.0, 13.0, 13.0]]]
     """
     what = "grouped_matmul_all_reduce"
-    xs, weights, biases, plan = _grouped(what, x, weight, bias, group_list, split_item)
+    xs, weights, biases, plan = read_groups(what, x, weight, bias, group_list, split_item)
     check_reduction(reduce_op, bias_mode, comm_turn, backward, bool(biases))
     flat = _run(group, plan, xs, weights, biases, residual, reduce_op, scale, bias_mode, comm_turn, backward)
     return _outputs(flat, plan)
@@ -115,7 +108,7 @@ def matmul_all_reduce(
         rank 0  [[1]] @ [[2, 3]]         [[42, 53]]
         rank 1  [[10]] @ [[4, 5]]    ->  [[42, 53]]
     """
-    xs, weights, biases, plan = _single("matmul_all_reduce", x, weight, bias)
+    xs, weights, biases, plan = read_pair("matmul_all_reduce", x, weight, bias)
     check_reduction(reduce_op, bias_mode, comm_turn, backward, bool(biases))
     flat = _run(group, plan, xs, weights, biases, residual, reduce_op, scale, bias_mode, comm_turn, backward)
     return _outputs(flat, plan)[0]
@@ -142,9 +135,9 @@ def matmul_reduce_scatter(
         split_sizes [1, 2]   rank 0  [[1], [2], [3]] @ [[1, 1]]        [[11, 11]]
                              rank 1  [[1], [2], [3]] @ [[10, 10]]  ->  [[22, 22], [33, 33]]
     """
-    xs, weights, biases, plan = _single("matmul_reduce_scatter", x, weight, bias)
+    xs, weights, biases, plan = read_pair("matmul_reduce_scatter", x, weight, bias)
     check_reduction(reduce_op, bias_mode, comm_turn, "all_reduce", bool(biases))
-    splits = None if split_sizes is None else (_numbers(split_sizes, "split_sizes"),)
+    splits = None if split_sizes is None else (number_list(split_sizes, "split_sizes"),)
     plan = planned_scatter(plan, splits, *_seat(group)[1:])
     flat = _run(group, plan, xs, weights, biases, residual, reduce_op, scale, bias_mode, comm_turn, "")
     return _outputs(flat, plan)[0]
@@ -171,9 +164,9 @@ def grouped_matmul_reduce_scatter(
     output (split_item 2 and 3); equal if None. ``residual`` is shaped like this rank's results.
     """
     what = "grouped_matmul_reduce_scatter"
-    xs, weights, biases, plan = _grouped(what, x, weight, bias, group_list, split_item)
+    xs, weights, biases, plan = read_groups(what, x, weight, bias, group_list, split_item)
     check_reduction(reduce_op, bias_mode, comm_turn, "all_reduce", bool(biases))
-    plan = planned_scatter(plan, _split_lists(split_sizes, split_item in (2, 3)), *_seat(group)[1:])
+    plan = planned_scatter(plan, split_lists(split_sizes, split_item in (2, 3)), *_seat(group)[1:])
     flat = _run(group, plan, xs, weights, biases, residual, reduce_op, scale, bias_mode, comm_turn, "")
     return _outputs(flat, plan)
 
@@ -197,11 +190,11 @@ def all_gather_matmul(
 
     The gradient of x is summed over the ranks.
     """
-    xs, weights, biases, plan = _single("all_gather_matmul", x, weight, bias)
+    _, weights, biases, _ = read_pair("all_gather_matmul", x, weight, bias)
     seat = _seat(group)
-    splits = None if split_sizes is None else (_numbers(split_sizes, "split_sizes"),)
+    splits = None if split_sizes is None else (number_list(split_sizes, "split_sizes"),)
     (gathered,) = _gathered([x], splits, seat)
-    *_, plan = _single("all_gather_matmul", gathered, weight, bias)
+    *_, plan = read_pair("all_gather_matmul", gathered, weight, bias)
     flat = _run(None, plan, [gathered], weights, biases, residual, "sum", scale, "sum", 0, "", alone=True)
     return _outputs(flat, plan)[0]
 
@@ -225,124 +218,17 @@ def all_gather_grouped_matmul(
     """
     what = "all_gather_grouped_matmul"
     one = split_item in (1, 3)
-    xs = _tensors(x, "x")
-    gathered = _gathered(xs, _split_lists(split_sizes, one), _seat(group)) if xs else xs
-    xs, weights, biases, plan = _grouped(what, gathered, weight, bias, group_list, split_item)
+    xs = tensor_list(x, "x")
+    gathered = _gathered(xs, split_lists(split_sizes, one), _seat(group)) if xs else xs
+    xs, weights, biases, plan = read_groups(what, gathered, weight, bias, group_list, split_item)
     flat = _run(None, plan, xs, weights, biases, residual, "sum", scale, "sum", 0, "", alone=True)
     return _outputs(flat, plan)
-
-
-# -- arguments
-
-
-def _tensors(what: Any, argument: str, also: tuple[type, ...] = ()) -> list[Any]:
-    """A list of tensors; a tensor alone is a list of one."""
-    kinds = (torch.Tensor, *also)
-    if isinstance(what, kinds):
-        return [what]
-    if not isinstance(what, (list, tuple)):
-        raise TypeError(f"argument '{argument}' must be a list of tensors, got {type(what).__name__}")
-    for i, t in enumerate(what):
-        if not isinstance(t, kinds):
-            raise TypeError(f"argument '{argument}[{i}]' must be a torch.Tensor, got {type(t).__name__}")
-    return list(what)
-
-
-def _numbers(what: Any, argument: str) -> tuple[int, ...]:
-    """Whole numbers from a list, a tuple, a torch.Size, an integer tensor or array."""
-    if isinstance(what, torch.Tensor) and (what.dim() != 1 or what.dtype.is_floating_point or what.dtype.is_complex):
-        raise TypeError(f"argument '{argument}' must be a 1-D tensor of whole numbers, got {what.dtype} {what.dim()}-D")
-    if torch.compiler.is_compiling() and isinstance(what, (list, tuple)):
-        return tuple(what)  # of numbers that may be symbols
-    listed = what.tolist() if hasattr(what, "tolist") else what
-    if not isinstance(listed, (list, tuple)):
-        raise TypeError(f"argument '{argument}' must be a list of whole numbers, got {type(what).__name__}")
-    for n in listed:
-        if isinstance(n, (float, bool)) or not hasattr(n, "__index__"):
-            raise TypeError(f"argument '{argument}' must be a list of whole numbers, got {n!r}")
-    return tuple(n.__index__() for n in listed)
-
-
-def _split_lists(what: Any, one: bool) -> tuple[tuple[int, ...], ...] | None:
-    if what is None or (isinstance(what, (list, tuple)) and not what):
-        return None
-    if one:
-        return (_numbers(what, "split_sizes"),)
-    if isinstance(what, torch.Tensor):
-        what = what.tolist()
-    if not isinstance(what, (list, tuple)) or not all(hasattr(split, "__len__") for split in what):
-        raise TypeError(f"argument 'split_sizes' must be a list of lists, one per tensor, got {what!r}")
-    return tuple(_numbers(split, f"split_sizes[{i}]") for i, split in enumerate(what))
-
-
-def _biases(bias: Any, columns: Sequence[int]) -> list[torch.Tensor]:
-    """A bias per group, or none: None, an empty list, and lists of nothing but None or empty tensors all mean none."""
-    if bias is None:
-        return []
-    if isinstance(bias, torch.Tensor):
-        bias = [bias]
-    if not isinstance(bias, (list, tuple)):
-        raise TypeError(f"argument 'bias' must be a list of tensors, got {type(bias).__name__}")
-    for i, b in enumerate(bias):
-        if b is not None and not isinstance(b, torch.Tensor):
-            raise TypeError(f"argument 'bias[{i}]' must be a torch.Tensor, got {type(b).__name__}")
-    if all(b is None or b.numel() == 0 for b in bias) and (len(bias) != len(columns) or any(columns)):
-        return []
-    if len(bias) != len(columns):
-        raise ValueError(f"argument 'bias' must have one tensor per weight: expected {len(columns)}, got {len(bias)}")
-    for i, (b, n) in enumerate(zip(bias, columns, strict=True)):
-        if b is None or b.numel() != n or b.dim() > 2 or (b.dim() and b.shape[-1] != n):
-            shape = "None" if b is None else list(b.shape)
-            raise ValueError(f"group {i}: argument 'bias[{i}]' must have the {n} columns of weight[{i}], got {shape}")
-    return list(bias)
-
-
-def _grouped(
-    what: str, x: Any, weight: Any, bias: Any, group_list: Any, split_item: Any
-) -> tuple[list[torch.Tensor], list[Any], list[torch.Tensor], Plan]:
-    xs = _tensors(x, "x")
-    if isinstance(weight, torch.Tensor) and weight.dim() == 3:
-        weight = list(weight.unbind(0))
-    weights = _tensors(weight, "weight", (PreparedWeight,))
-    if isinstance(split_item, bool) or not isinstance(split_item, int):
-        raise TypeError(f"argument 'split_item' must be 0, 1, 2 or 3, got {split_item!r}")
-    totals = None if group_list is None else _numbers(group_list, "group_list")
-    plan = planned_groups(what, tuple(tuple(t.shape) for t in xs), tuple(tuple(w.shape) for w in weights), totals,
-                          split_item)  # fmt: skip
-    biases = _biases(bias, plan.columns)
-    check_dtypes(xs, weights, biases)
-    return xs, weights, biases, plan
-
-
-def _single(
-    what: str, x: Any, weight: Any, bias: Any
-) -> tuple[list[torch.Tensor], list[Any], list[torch.Tensor], Plan]:
-    for argument, t in (("x", x), ("weight", weight)):
-        if not isinstance(t, torch.Tensor) and not (argument == "weight" and isinstance(t, PreparedWeight)):
-            raise TypeError(f"argument '{argument}' must be a torch.Tensor, got {type(t).__name__}")
-    return _grouped(what, [x], [weight], bias, None, 0)
-
-
-def _residuals(residual: Any, plan: Plan, dtype: torch.dtype) -> torch.Tensor | None:
-    if residual is None:
-        return None
-    tensors = _tensors(residual, "residual")
-    if len(tensors) != len(plan.outputs):
-        raise ValueError(
-            f"argument 'residual' must have one tensor per output: expected {len(plan.outputs)}, got {len(tensors)}"
-        )
-    for i, (t, shape) in enumerate(zip(tensors, plan.outputs, strict=True)):
-        if tuple(t.shape) != tuple(shape):
-            raise ValueError(f"argument 'residual[{i}]' must be shaped like the output, {list(shape)}, got {list(t.shape)}")
-        if t.dtype != dtype:
-            raise TypeError(f"argument 'residual[{i}]' must have the dtype of x, {dtype}, got {t.dtype}")
-    return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
 
 
 # -- the way of a call
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _seat(group: GroupLike) -> tuple[str, int, int]:
     """The group's name, this process's rank in it, and how many there are."""
     found = _members(group)
@@ -372,12 +258,9 @@ def _run(
 ) -> torch.Tensor:
     if not torch.compiler.is_compiling() and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
         raise ValueError(f"argument 'scale' must be a finite number, got {scale!r}")
-    extra = _residuals(residual, plan, x[0].dtype)
-    xs = [t if t.dim() == 2 else t.reshape(-1, t.shape[-1]) if t.numel() else t.reshape(m, k)
-          for t, m, k in zip(x, plan.rows if not plan.one_x else (x[0].shape[0],), plan.inner, strict=False)]  # fmt: skip
-    ready = [
-        w.for_rows(m) if isinstance(w, PreparedWeight) else w for w, m in zip(weights, plan.rows, strict=True)
-    ]
+    extra = flat_residual(residual, plan, x[0].dtype)
+    xs = [t if t.dim() == 2 else t.reshape(m, k) for t, m, k in zip(x, plan.rows, plan.inner, strict=False)]
+    ready = [w.for_rows(m) if isinstance(w, PreparedWeight) else w for w, m in zip(weights, plan.rows, strict=True)]
     needs_grad = torch.is_grad_enabled() and any(
         t.requires_grad for t in (*xs, *ready, *biases, *(() if extra is None else (extra,)))
     )

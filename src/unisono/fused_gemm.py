@@ -1,10 +1,10 @@
 """The products of the fused matmuls: float32 sums (float64 of float64), by the fastest way this machine has.
 
 There are two ways. The core's own multiplies 16-bit and float32 matrices in one thread, and turns 16-bit numbers into
-float32 on the way into the cache. torch's float32 matmul uses all threads of the rank, on blocks of a 16-bit weight that
-are turned into float32 first. torch's own 16-bit matmul is no way: on CPUs without 16-bit matrix instructions it is 50
-to 100 times slower, and it rounds every rank's products to 16 bits. Which way is faster is measured once per process for
-few and for many rows; ``UNISONO_GEMM=core`` or ``torch`` decides instead.
+float32 on the way into the cache. torch's float32 matmul uses all threads of the rank, on blocks of a 16-bit weight
+that are turned into float32 first. torch's own 16-bit matmul is no way: on CPUs without 16-bit matrix instructions it
+is 50 to 100 times slower, and it rounds every rank's products to 16 bits. Which way is faster is measured once per
+process for few and for many rows; ``UNISONO_GEMM=core`` or ``torch`` decides instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from . import _core, settings
 
-FEW_ROWS = 8  # as in core/gemm.cc: up to here the core reads a weight where it is
+FEW_ROWS = 4  # as in core/gemm.cc: up to here the core reads a weight where it is
 _BLOCK = 1 << 18  # elements of a 16-bit weight that are turned into float32 at a time: half of a usual L2 cache
 _MARGIN = 1.25  # how much faster torch must be in the measurement: so that chance does not change results' last bits
 
@@ -92,12 +92,14 @@ def multiply(
     """Writes ``a[i] @ b[i] + bias[i]`` one behind the other into the flat ``out`` of :func:`wide` dtype."""
     if not a:
         return
-    if out.dtype is torch.float64 or out.device.type != "cpu":
-        return _by_torch(out, a, b, columns, bias)
-    few = max([x.shape[0] for x in a]) <= FEW_ROWS
-    if _core_is_faster(b[0].dtype, few, torch.get_num_threads()):
-        return _core.multiply(a, b, columns, out, bias)
-    return _by_torch(out, a, b, columns, bias)
+    by_core = False
+    if out.dtype is torch.float32 and out.device.type == "cpu":
+        few = max([x.shape[0] for x in a]) <= FEW_ROWS
+        by_core = _core_is_faster(b[0].dtype, few, torch.get_num_threads())
+    if by_core:
+        _core.multiply(a, b, columns, out, bias)
+    else:
+        _by_torch(out, a, b, columns, bias)
 
 
 def _by_torch(
@@ -129,7 +131,7 @@ def _by_torch(
 def _core_is_faster(dtype: torch.dtype, few: bool, threads: int) -> bool:
     if settings.gemm:
         return settings.gemm == "core"
-    m, k, n = (4 if few else 64), 256, 512
+    m, k, n = (FEW_ROWS if few else 64), 256, 512
     a = [torch.ones(m, k, dtype=dtype)]
     b = [torch.ones(k, n, dtype=dtype)]
     out = torch.empty(m * n)

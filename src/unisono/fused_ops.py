@@ -1,9 +1,9 @@
 """The fused matmuls as operators of torch: for gradients and for torch.compile.
 
 Three operators on flat tensors, each the other's gradient: ``matmul_reduce`` (products, reduced over the ranks),
-``reduce_values`` and ``gather_values``. Groups travel by name, since graphs hold no objects. Gradients are products too,
-so they take the same way: float32 sums, one rounding, never torch's 16-bit matmul. Without gradients and outside of
-torch.compile, fused.py calls what is behind the operators directly; that saves about 30 µs.
+``reduce_values`` and ``gather_values``. Groups travel by name, since graphs hold no objects. Gradients are products
+too, so they take the same way: float32 sums, one rounding, never torch's 16-bit matmul. Without gradients and outside
+of torch.compile, fused.py calls what is behind the operators directly; that saves about 30 µs.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ def matmul_reduce(
     backward: str,
 ) -> torch.Tensor:
     plan = _plan(what, x, rows, columns, counts)
-    return fused_run.run(
-        group_named(group), plan, x, weight, bias, bias_share, residual, reduce_op, scale, pieces
-    )
+    return fused_run.run(group_named(group), plan, x, weight, bias, bias_share, residual, reduce_op, scale, pieces)
 
 
 @matmul_reduce.register_fake
@@ -75,7 +73,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weight, bias, residual, *ctx.rest = inputs
     ctx.lengths = len(x), len(weight)
     ctx.has_residual = residual is not None
-    ctx.bias_dtypes = [b.dtype for b in bias]
+    ctx.bias_forms = [(b.dtype, b.shape) for b in bias]
     ctx.save_for_backward(*x, *weight, *(bias if ctx.rest[5] in ("max", "min") else ()))
 
 
@@ -95,8 +93,9 @@ def _products_gradient(ctx: Any, grad: torch.Tensor, x: Any, weight: Any, bias: 
         # To the ranks whose product it was; ranks that tie share it.
         x = [t.to(grad.dtype) for t in x]
         products = matmul_reduce(x, weight, bias, None, what, "", rows, columns, [], "sum", 1.0, bias_share, 0, "")
-        chosen = (products == reduce_values(products, group, [], reduce_op)).to(grad.dtype)
-        return grad * chosen / reduce_values(chosen, group, [], "sum")
+        chosen: torch.Tensor = (products == reduce_values(products, group, [], reduce_op)).to(grad.dtype)
+        ties: torch.Tensor = reduce_values(chosen, group, [], "sum")
+        return grad * chosen / ties
     return grad
 
 
@@ -109,12 +108,14 @@ def _matmul_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     n_x, n_weight = ctx.lengths
     x, weight = ctx.saved_tensors[:n_x], ctx.saved_tensors[n_x : n_x + n_weight]
     flat = _products_gradient(ctx, grad, x, weight, list(ctx.saved_tensors[n_x + n_weight :]))
-    blocks = flat.split([m * n for m, n in zip(rows, columns, strict=True)])
+    blocks = torch.split_with_sizes(flat, [m * n for m, n in zip(rows, columns, strict=True)])
     of_products = [b.view(m, n) for b, m, n in zip(blocks, rows, columns, strict=True)]
 
     def multiply(a: list[torch.Tensor], b: list[torch.Tensor]) -> torch.Tensor:
         heights, widths = [t.shape[0] for t in a], [t.shape[1] for t in b]
-        return matmul_reduce(a, b, [], None, "backward", "", heights, widths, [], "sum", 1.0, 1.0, 0, "")
+        plan: list[Any] = ["backward", "", heights, widths, [], "sum", 1.0, 1.0, 0, ""]
+        result: torch.Tensor = matmul_reduce(a, b, [], None, *plan)
+        return result
 
     grads_x: list[torch.Tensor | None] = [None] * n_x
     if _wanted(ctx.needs_input_grad[0]):
@@ -123,18 +124,22 @@ def _matmul_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         if n_x == 1:
             grads_x = [back.view(x[0].shape).to(x[0].dtype)]
         else:
-            grads_x = [g.view(t.shape).to(t.dtype) for g, t in zip(back.split([t.numel() for t in x]), x, strict=True)]
+            grads_x = [
+                g.view(t.shape).to(t.dtype)
+                for g, t in zip(torch.split_with_sizes(back, [t.numel() for t in x]), x, strict=True)
+            ]
     grads_weight: list[torch.Tensor | None] = [None] * n_weight
     if _wanted(ctx.needs_input_grad[1]):
-        of_x = x[0].split(rows) if n_x == 1 else x
+        of_x = torch.split_with_sizes(x[0], rows) if n_x == 1 else x
         back = multiply([t.t() for t in of_x], of_products)
-        parts = back.split([w.numel() for w in weight])
+        parts = torch.split_with_sizes(back, [w.numel() for w in weight])
         grads_weight = [g.view(w.shape).to(w.dtype) for g, w in zip(parts, weight, strict=True)]
     grads_bias = [
-        (g.sum(0) * bias_share).to(dtype) for g, dtype in zip(of_products, ctx.bias_dtypes, strict=False)
+        (g.sum(0) * bias_share).to(dtype).view(shape)
+        for g, (dtype, shape) in zip(of_products, ctx.bias_forms, strict=False)
     ]
     # An empty list counts as one of tensors, so it wants one back.
-    rest = [[] if argument == [] else None for argument in ctx.rest]
+    rest: list[Any] = [[] if argument == [] else None for argument in ctx.rest]
     return grads_x, grads_weight, grads_bias, grad if ctx.has_residual else None, *rest
 
 

@@ -1,14 +1,15 @@
 """What a fused matmul is asked to do: arguments in, a plan of numbers out, or an error that names what is wrong.
 
 A *group* (of the product, not of ranks) is one pair of matrices, ``[m, k] @ [k, n]``. The products of all groups form
-one flat space of elements, group after group, row after row; a *piece* is a range of rows of that space that is computed
-and reduced together. Nothing here touches a tensor's numbers: plans depend on shapes only, and are kept.
+one flat space of elements, group after group, row after row; a *piece* is a range of rows of that space that is
+computed and reduced together. Nothing here touches a tensor's numbers: plans depend on shapes only, and are kept.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,7 +136,7 @@ def row_totals(group_list: Sequence[int], m: int, argument: str = "group_list") 
     for i, n in enumerate(group_list):
         if n < 0:
             raise ValueError(f"argument '{argument}' must not be negative, got {n} for group {i}")
-    rises = all(a <= b for a, b in zip(group_list, group_list[1:], strict=False))
+    rises = all(a <= b for a, b in itertools.pairwise(group_list))
     if rises and group_list[-1] == m:
         return tuple(b - a for a, b in zip((0, *group_list), group_list, strict=False))
     if sum(group_list) == m:

@@ -1,9 +1,9 @@
 """How a planned fused matmul runs in a group of ranks: compute a piece, reduce it, round it once.
 
 On a unisono group the products of a piece are written into the heap, and the core's ``matmul_reduce`` lets every rank
-read all ranks' products of an equal share, reduce, scale, add the residual, round, and store into everybody's output, in
-one pass. Pieces are as large as the caches allow, since a CPU has no second engine that could reduce meanwhile. On other
-groups the same happens with torch's matmul, that backend's all-reduce of float32, and torch's rounding.
+read all ranks' products of an equal share, reduce, scale, add the residual, round, and store into everybody's output,
+in one pass. Pieces are as large as the caches allow, since a CPU has no second engine that could reduce meanwhile. On
+other groups the same happens with that backend's all-reduce of float32, and torch's rounding.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run(
     """The flat result in x's dtype: all of it, or this rank's part if the plan has counts."""
     dtype = x[0].dtype
     rank, size = rank_and_size(group)
-    rows = x[0].split(plan.rows) if plan.one_x else x
+    rows = torch.split_with_sizes(x[0], plan.rows) if plan.one_x else x
     offsets = _bias_rows(bias, bias_share, wide(dtype))
     core = native(group) if group is not None else None
     count = sum(plan.counts[rank::size]) if plan.counts else plan.total
@@ -102,7 +102,7 @@ def run(
     if reduce_op == "avg":
         products /= size
     if plan.counts:
-        products = torch.cat(products.split(plan.counts)[rank::size])
+        products = torch.cat(torch.split_with_sizes(products, plan.counts)[rank::size])
     return _rounded(products, dtype, scale, residual)
 
 
@@ -124,7 +124,7 @@ def reduce_values(group: AnyGroup, values: torch.Tensor, counts: Sequence[int], 
         dist.all_reduce(reduced, _TORCH_OPS[reduce_op], group)
     if reduce_op == "avg":
         reduced /= size
-    return torch.cat(reduced.split(list(counts))[rank::size]) if counts else reduced
+    return torch.cat(torch.split_with_sizes(reduced, counts)[rank::size]) if counts else reduced
 
 
 def gather_values(group: AnyGroup, values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -137,8 +137,8 @@ def gather_values(group: AnyGroup, values: torch.Tensor, counts: Sequence[int]) 
         return values.clone(memory_format=torch.contiguous_format)
     core = native(group) if values.device.type == "cpu" else None
     whole = empty(sum(counts), dtype=values.dtype) if core else values.new_empty(sum(counts))
-    targets = whole.split(list(counts))
-    for i, part in enumerate(values.contiguous().split(mine)):
+    targets = torch.split_with_sizes(whole, counts)
+    for i, part in enumerate(torch.split_with_sizes(values.contiguous(), mine)):
         parts = targets[i * size : (i + 1) * size]
         if core is not None:
             begin = sum(counts[: i * size])
@@ -188,7 +188,8 @@ def _bias_rows(bias: Sequence[torch.Tensor], share: float, dtype: torch.dtype) -
         return ()
     flat = torch.cat([b.reshape(-1) for b in bias]) if len(bias) > 1 else bias[0].reshape(-1)
     flat = flat.to(dtype)
-    return (flat * share if share != 1 else flat.contiguous()).split([b.numel() for b in bias])
+    flat = flat * share if share != 1 else flat.contiguous()
+    return torch.split_with_sizes(flat, [b.numel() for b in bias])
 
 
 def _rounded(products: torch.Tensor, dtype: torch.dtype, scale: float, residual: torch.Tensor | None) -> torch.Tensor:

@@ -50,7 +50,9 @@ class Case:
 
 @functools.lru_cache(maxsize=512)  # nobody writes to them
 def numbers(*shape: int, dtype: torch.dtype, seed: tuple[int, ...]) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(n * p for n, p in zip(seed, (1_000_003, 10_007, 101, 1), strict=True)))
+    generator = torch.Generator().manual_seed(
+        sum(n * p for n, p in zip(seed, (1_000_003, 10_007, 101, 1), strict=True))
+    )
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 

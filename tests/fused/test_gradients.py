@@ -50,7 +50,12 @@ def put_together(y, group, counts):
 
 def check_all_reduce(group, reduce_op, backward, split_item):
     name, rank, size = groups.name_of(group), group.rank, group.size
-    whole = [values(size, 3, 2, seed=1), values(size, 2, 2, seed=2), values(size, 2, 2, seed=3), values(size, 2, seed=4)]
+    whole = [
+        values(size, 3, 2, seed=1),
+        values(size, 2, 2, seed=2),
+        values(size, 2, 2, seed=3),
+        values(size, 2, seed=4),
+    ]
     residual = values(3, 2, seed=5)
 
     def fused(x, w, v, b, residual):
@@ -134,11 +139,11 @@ def gradients(group, dtype, weights):
     mine_x = x[group.rank].clone().requires_grad_()
     mine_w = w[group.rank].clone().requires_grad_(weights == "plain")
     given = mine_w if weights == "plain" else unisono.PreparedWeight(mine_w)
-    b = torch.zeros(48, dtype=torch.float32, requires_grad=True)
+    b = torch.zeros(1, 48, dtype=torch.float32, requires_grad=True)
     y = unisono.matmul_all_reduce(mine_x, given, group, bias=b)
     y.backward(g[group.rank])
     total = sum(t.double() for t in g)
-    wanted = {"x": (mine_x, total @ w[group.rank].double().t()), "b": (b, total.sum(0) / size)}
+    wanted = {"x": (mine_x, total @ w[group.rank].double().t()), "b": (b, total.sum(0, keepdim=True) / size)}
     if weights == "plain":
         wanted["w"] = (mine_w, x[group.rank].double().t() @ total)
     for name, (tensor, ref) in wanted.items():
@@ -182,7 +187,9 @@ def compiled(group, kind, dynamic):
             y = unisono.grouped_matmul_all_reduce([x, x * 2], [w, w], group, bias=[b, b], scale=0.5)
             return y[0] + y[1]
         if kind == "grouped":
-            return unisono.grouped_matmul_all_reduce([x], [w, w, w], group, group_list=[1, 2, 1], split_item=3)[0].relu()
+            return unisono.grouped_matmul_all_reduce([x], [w, w, w], group, group_list=[1, 2, 1], split_item=3)[
+                0
+            ].relu()
         if kind == "reduce_scatter":
             return unisono.matmul_reduce_scatter(x, w, group, bias=b, split_sizes=[1, x.shape[0] - 1]) * 2
         return unisono.all_gather_matmul(x, w, group, bias=b)

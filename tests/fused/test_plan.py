@@ -85,7 +85,11 @@ ERRORS = [
         ValueError,
         "group 0: the columns of x[0] must match the rows of weight[0], got x [4, 2] and weight [3, 4]: 2 against 3",
     ),
-    ({"x": [ones(2, 3), ones(3)]}, ValueError, "argument 'x[1]' must have 2 or more dimensions, the last of K, got [3]"),
+    (
+        {"x": [ones(2, 3), ones(3)]},
+        ValueError,
+        "argument 'x[1]' must have 2 or more dimensions, the last of K, got [3]",
+    ),
     ({"x": [ones(1, 2, 3), ones(2, 3)], "split_item": 2}, ValueError, "argument 'x[0]' must have 2 dimensions [M, K]"),
     ({"weight": [ones(3, 4), ones(3)]}, ValueError, "argument 'weight[1]' must have 2 dimensions [K, N], got [3]"),
     (
@@ -103,10 +107,22 @@ ERRORS = [
     ),
     ({"x": [ones(2, 3), ones(2, 3).double()]}, TypeError, "argument 'x[1]' must have the dtype of x[0]"),
     ({"x": [ones(2, 3).int()] * 2}, TypeError, "argument 'x[0]' must have one of the dtypes float16, bfloat16"),
-    ({"weight": [ones(3, 4), ones(3, 4, dtype=torch.float32).to("meta")]}, ValueError, "argument 'weight[1]' must be on"),
+    (
+        {"weight": [ones(3, 4), ones(3, 4, dtype=torch.float32).to("meta")]},
+        ValueError,
+        "argument 'weight[1]' must be on",
+    ),
     ({"bias": [ones(4)]}, ValueError, "argument 'bias' must have one tensor per weight: expected 2, got 1"),
-    ({"bias": [ones(4), ones(5)]}, ValueError, "group 1: argument 'bias[1]' must have the 4 columns of weight[1], got [5]"),
-    ({"bias": [ones(4), None]}, ValueError, "group 1: argument 'bias[1]' must have the 4 columns of weight[1], got None"),
+    (
+        {"bias": [ones(4), ones(5)]},
+        ValueError,
+        "group 1: argument 'bias[1]' must have the 4 columns of weight[1], got [5]",
+    ),
+    (
+        {"bias": [ones(4), None]},
+        ValueError,
+        "group 1: argument 'bias[1]' must have the 4 columns of weight[1], got None",
+    ),
     ({"bias": [ones(4), ones(4).int()]}, TypeError, "argument 'bias[1]' must be of a floating-point dtype"),
     ({"bias": "no"}, TypeError, "argument 'bias' must be a list of tensors, got str"),
     ({"bias": [1, 2]}, TypeError, "argument 'bias[0]' must be a torch.Tensor, got int"),
@@ -128,7 +144,11 @@ ERRORS = [
     ),
     ({"residual": [ones(2, 4), ones(2, 4).half()]}, TypeError, "argument 'residual[1]' must have the dtype of x"),
     ({"backward": "mean"}, ValueError, "argument 'backward' must be 'all_reduce' or 'identity', got 'mean'"),
-    ({"group_list": [1.5], "split_item": 1}, TypeError, "argument 'group_list' must be a list of whole numbers, got 1.5"),
+    (
+        {"group_list": [1.5], "split_item": 1},
+        TypeError,
+        "argument 'group_list' must be a list of whole numbers, got 1.5",
+    ),
     ({"group": 7}, TypeError, "argument 'group' must be None, a name, a ProcessGroup or a unisono.Group, got int"),
 ]
 
@@ -224,7 +244,7 @@ def test_ranks_that_disagree(pool, size, what):
 def test_pieces_cover_every_row_once(groups, wanted):
     weights = tuple((2, n) for _, n in groups)
     plan = plan_groups("test", tuple((m, 2) for m, _ in groups), weights, None, 0)
-    rows = {i: 0 for i in range(len(groups))}
+    rows = dict.fromkeys(range(len(groups)), 0)
     at = 0
     pieces = plan.pieces(wanted)
     for piece in pieces:
@@ -247,7 +267,9 @@ def test_pieces_cover_every_row_once(groups, wanted):
 def test_prepared_weight():
     w = ones(3, 4, dtype=torch.float16)
     prepared = unisono.PreparedWeight(w)
-    assert prepared.shape == (3, 4) and prepared.dtype is torch.float16 and repr(prepared).startswith("PreparedWeight([3")
+    assert (
+        prepared.shape == (3, 4) and prepared.dtype is torch.float16 and repr(prepared).startswith("PreparedWeight([3")
+    )
     assert torch.equal(fused_gemm.plain_weight(prepared.ready, 4), w.float())
 
 
@@ -255,5 +277,5 @@ def test_prepared_weight():
 def test_prepared_weight_errors(wrong):
     with pytest.raises(ValueError, match=re.escape("PreparedWeight takes a floating-point matrix [K, N] on the CPU")):
         unisono.PreparedWeight(wrong)
-    with pytest.raises(TypeError, match="PreparedWeight takes a torch.Tensor, got list"):
+    with pytest.raises(TypeError, match=re.escape("PreparedWeight takes a torch.Tensor, got list")):
         unisono.PreparedWeight([1])

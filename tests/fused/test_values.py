@@ -75,7 +75,9 @@ def test_sampled(pool, size, verb):
 def test_larger_than_a_slot_and_in_pieces(pool, size):
     shape = {"rows": (130, 257), "inner": (300, 520), "columns": (96, 160)}
     cases = [
-        Case(**shape, dtype=dtype, comm_turn=turn, bias="float32", residual=residual, scale=scale, verb=verb, splits=cut)
+        Case(
+            **shape, dtype=dtype, comm_turn=turn, bias="float32", residual=residual, scale=scale, verb=verb, splits=cut
+        )
         for dtype in DTYPES
         for turn, residual, scale in ((0, False, 1.0), (4, True, 0.25), (1000, False, 1.0))
         for verb, cut in (
