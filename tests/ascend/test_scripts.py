@@ -107,6 +107,5 @@ def test_a_real_torch_npu_that_torch_loads(force, tmp_path, monkeypatch):
         assert done.stderr.strip() == LINE
     else:
         assert done.stderr.strip() == (
-            "unisono.ascend: stand-ins for mindspore; "
-            "left alone: torch_npu, mindspeed (--force to stand in for them)"
+            "unisono.ascend: stand-ins for mindspore; left alone: torch_npu, mindspeed (--force to stand in for them)"
         )

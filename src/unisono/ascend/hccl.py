@@ -123,7 +123,7 @@ class _Lowering:
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._met.get(id(value)) if id(value) in self._met else self._lower(value)
+            return self._met[id(value)] if id(value) in self._met else self._lower(value)
         if isinstance(value, (list, tuple)):
             return type(value)(self(part) for part in value)
         return value
@@ -131,7 +131,8 @@ class _Lowering:
     def _lower(self, tensor: Tensor) -> Tensor:
         if tensor.device.type != "npu" and not (tensor.is_cpu and self._takes_cpu):
             raise RuntimeError(_no_backend(tensor.device.type))
-        cpu = self._met[id(tensor)] = as_cpu(tensor) if tensor.device.type == "npu" else tensor
+        settled: Tensor = torch_backend._settled(tensor)
+        cpu = self._met[id(tensor)] = as_cpu(settled) if tensor.device.type == "npu" else settled
         return cpu
 
     def back(self, work: Work, outputs: Any) -> Work:
