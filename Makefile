@@ -19,7 +19,7 @@ CXX_FILES = $(wildcard core/*.h core/*.cc tests/core/*.h tests/core/*.cc)
 REQUIREMENTS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
 	print(*p["build-system"]["requires"], *p["project"]["optional-dependencies"]["dev"], "cmake>=3.20", "ninja", sep="\n")
 
-.PHONY: help demo test test-slow bench conformance lint format core-test sanitize install clean
+.PHONY: help demo test test-slow bench conformance mutation lint format core-test sanitize install clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -39,6 +39,9 @@ bench: .venv/package.done  ## measure, and print ratios
 
 conformance: .venv/package.done  ## torch's own distributed tests on unisono and on gloo, and every difference
 	$(PY) -m tests.conformance.run $(ARGS)
+
+mutation: .venv/package.done  ## break the torch backend in many ways, one at a time: the tests must notice each
+	$(PY) -m tests.mutation.run $(ARGS)
 
 lint: .venv/tools.done  ## check style and types; changes nothing
 	$(PY) -m ruff check .

@@ -163,6 +163,21 @@ class Communicator {
     return finish(call, {}, {}, keep(tensor, out), timeout_s, async);
   }
 
+  // The result in a new heap tensor, or None if the tensor has to be made contiguous or resolved first.
+  nb::object all_reduced(nb::handle tensor, int op) {
+    Call call;
+    Twin twin = make_twin(tensor, call.failure);
+    if (!twin.made.is_valid()) raise(call.failure, name(), rank_);
+    if (twin.made.is_none()) return twin.made;
+    call.verb = Verb::all_reduce;
+    set_reduction(call, tensor, twin.view.dtype, op, 1.0);
+    call.count = twin.view.count;
+    call.in = twin.view.data;
+    call.out = twin.at;
+    now(call, tensor, 0);
+    return std::move(twin.made);
+  }
+
   nb::object reduce(nb::handle tensor, nb::handle root, nb::handle out, int op, double factor, double timeout_s,
                     bool async) {
     Call call;
@@ -493,7 +508,15 @@ class Door {
 
 nb::object empty(const std::vector<int64_t>& shape, int code, int bits) {
   Failure failure;
-  nb::object tensor = make_tensor(shape, {static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1}, failure);
+  nb::object tensor =
+      make_tensor(shape.data(), shape.size(), {static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1}, failure);
+  if (!tensor.is_valid()) raise(failure, "", -1);
+  return tensor;
+}
+
+nb::object empty_like(nb::handle other) {
+  Failure failure;
+  nb::object tensor = make_twin(other, failure).made;
   if (!tensor.is_valid()) raise(failure, "", -1);
   return tensor;
 }
@@ -552,6 +575,7 @@ NB_MODULE(_core, m) {
           if (spin_us >= 0) spin_ns = spin_us * 1000;
         });
   m.def("empty", &unisono::empty);
+  m.def("empty_like", &unisono::empty_like);
   m.def("is_shared", [](nb::handle t) { return in_region(view_tensor(t, "tensor").data); });
   m.def("in_region", [](uintptr_t p) { return in_region(reinterpret_cast<const void*>(p)); });
   m.def("combine", &combine);
@@ -592,6 +616,7 @@ NB_MODULE(_core, m) {
       .def("barrier", &Communicator::barrier)
       .def("all_reduce", &Communicator::all_reduce, "tensor"_a, "out"_a.none(), "op"_a, "factor"_a, "timeout_s"_a,
            "async"_a)
+      .def("all_reduced", &Communicator::all_reduced)
       .def("reduce", &Communicator::reduce, "tensor"_a, "root"_a, "out"_a.none(), "op"_a, "factor"_a, "timeout_s"_a,
            "async"_a)
       .def("broadcast", &Communicator::broadcast)

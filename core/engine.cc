@@ -23,6 +23,8 @@ bool peers_are_done(Group& g) {
   return true;
 }
 
+thread_local Engine* serving = nullptr;  // the engine whose post this thread has, if it is a progress thread
+
 }  // namespace
 
 void sweep_retired_blocks() {
@@ -106,7 +108,7 @@ void Engine::submit(std::shared_ptr<Ticket> ticket) {
       queue_.push_back(ticket);
       queued_.store(queue_.size(), std::memory_order_release);
     }
-    if (!thread_.joinable() && !closed_) start_thread();
+    man_post();
   }
   if (!group_->usable(cause)) {
     // Closed or broken meanwhile, perhaps after the last look at what is pending.
@@ -121,13 +123,21 @@ void Engine::submit(std::shared_ptr<Ticket> ticket) {
 }
 
 // Without a thread (a limit of the system), whoever waits does the work.
-void Engine::start_thread() {
+void Engine::man_post() {
+  if (manned_ || closed_) return;
+  if (openings_ < spare_) {
+    manned_ = true;
+    openings_++;
+    needed_.notify_one();
+    return;
+  }
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);  // signals belong to Python's main thread
   try {
-    thread_ = std::thread([this] { progress(); });
-    pthread_setname_np(thread_.native_handle(), "unisono");
+    threads_.emplace_back([this] { progress(); });
+    pthread_setname_np(threads_.back().native_handle(), "unisono");
+    manned_ = true;
   } catch (const std::system_error&) {
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -149,12 +159,30 @@ void Engine::mark_done(Ticket& ticket, Code code) {
 
 void Engine::announce(Ticket& ticket) {
   changed_.notify_all();
-  if (auto callback = std::move(ticket.on_done)) callback();
+  auto callback = std::move(ticket.on_done);
+  if (!callback) return;
+  if (serving != this) {
+    callback();
+    return;
+  }
+  {
+    // The callback may wait for a later call, so somebody else must be able to run it.
+    std::lock_guard lock(queue_mutex_);
+    serving = nullptr;
+    manned_ = false;
+    if (!queue_.empty() || !messages_.empty()) man_post();
+  }
+  callback();
+  std::lock_guard lock(queue_mutex_);
+  if (manned_) return;  // somebody else has the post now; progress() becomes a spare thread
+  manned_ = true;
+  serving = this;
 }
 
 void Engine::when_done(Ticket& ticket, std::function<void()> callback) {
   {
-    std::lock_guard lock(queue_mutex_);  // mark_done holds it too: either it comes later and announce finds the callback
+    std::lock_guard lock(
+        queue_mutex_);  // mark_done holds it too: either it comes later and announce finds the callback
     if (!ticket.done.load(std::memory_order_acquire)) {
       ticket.on_done = std::move(callback);
       return;
@@ -223,88 +251,107 @@ bool Engine::wait(Ticket& ticket, int64_t timeout_ns, bool may_interrupt, bool& 
 }
 
 void Engine::end_pending() {
-  // Messages: finished ones, or all of them once the group is of no use.
-  std::vector<std::shared_ptr<Ticket>> over;
-  {
-    std::lock_guard lock(queue_mutex_);
-    std::erase_if(messages_, [&](const std::shared_ptr<Ticket>& t) {
-      if (!t->message->finished.load(std::memory_order_acquire)) return false;
-      over.push_back(t);
-      return true;
-    });
-  }
-  for (auto& t : over) {
+  // Messages: finished ones, or all of them once the group is of no use. One at a time, so that another thread can end
+  // the rest while this one is in a callback.
+  for (;;) {
+    std::shared_ptr<Ticket> over;
+    {
+      std::lock_guard lock(queue_mutex_);
+      auto found = std::find_if(messages_.begin(), messages_.end(), [](const std::shared_ptr<Ticket>& t) {
+        return t->message->finished.load(std::memory_order_acquire);
+      });
+      if (found == messages_.end()) return;
+      over = std::move(*found);
+      messages_.erase(found);
+    }
     in_flight_.fetch_sub(1, std::memory_order_relaxed);
-    t->call.failure = t->message->failure;
-    t->call.failure.verb = t->call.verb;
-    t->call.failure.seq = t->message->seq;
-    finish(*t, t->message->failure.code);
+    over->call.failure = over->message->failure;
+    over->call.failure.verb = over->call.verb;
+    over->call.failure.seq = over->message->seq;
+    finish(*over, over->message->failure.code);
   }
 }
 
+bool Engine::take_post() {
+  std::unique_lock lock(queue_mutex_);
+  spare_++;
+  needed_.wait(lock, [&] { return stop_.load() || openings_; });
+  spare_--;
+  if (!openings_) return false;
+  openings_--;
+  serving = this;
+  return true;
+}
+
 void Engine::progress() {
-  Call watcher;  // deadline and failure of the messages nobody waits for
-  watcher.verb = Verb::recv;
-  for (;;) {
-    bool messages;
-    {
+  serving = this;  // a new thread begins with the post
+  do {
+    while (serving == this)
+      if (!progress_once()) return;
+  } while (take_post());
+}
+
+bool Engine::progress_once() {
+  bool messages;
+  {
+    std::unique_lock lock(queue_mutex_);
+    changed_.wait(lock, [&] { return stop_.load() || !queue_.empty() || !messages_.empty(); });
+    if (stop_.load() && queue_.empty() && messages_.empty()) return false;
+    messages = !messages_.empty();
+  }
+  if (queued_.load(std::memory_order_acquire)) {
+    if (!run_head(false)) {
+      // Somebody else runs the head; look again when it is done.
       std::unique_lock lock(queue_mutex_);
-      changed_.wait(lock, [&] { return stop_.load() || !queue_.empty() || !messages_.empty(); });
-      if (stop_.load() && queue_.empty() && messages_.empty()) return;
-      messages = !messages_.empty();
-    }
-    if (queued_.load(std::memory_order_acquire)) {
-      if (!run_head(false)) {
-        // Somebody else runs the head; look again when it is done.
-        std::unique_lock lock(queue_mutex_);
-        changed_.wait_for(lock, std::chrono::milliseconds(1));
-      }
-    }
-    if (messages) {
-      size_t before = in_flight_.load(std::memory_order_relaxed);
-      post_->advance();
-      end_pending();
-      if (in_flight_.load(std::memory_order_relaxed) == before) {
-        std::vector<std::shared_ptr<Ticket>> pending;
-        {
-          std::lock_guard lock(queue_mutex_);
-          pending = messages_;
-        }
-        watcher.seq = group_->seq();
-        int64_t limit = INT64_MAX;
-        for (auto& t : pending) {
-          int64_t& deadline = t->call.deadline_ns;
-          if (deadline == 0)
-            deadline = now_ns() + (t->call.timeout_ns ? t->call.timeout_ns : group_->facts().timeout_ns);
-          if (deadline < limit) {
-            limit = deadline;
-            watcher.timeout_ns = t->call.timeout_ns;
-            watcher.verb = t->call.verb;
-          }
-        }
-        watcher.deadline_ns = limit;
-        auto owes = [&](int r) {
-          return std::any_of(pending.begin(), pending.end(), [&](const auto& t) {
-            return !t->message->finished.load(std::memory_order_acquire) &&
-                   (t->message->peer < 0 || t->message->peer == r);
-          });
-        };
-        int64_t until = now_ns() + 10'000'000;
-        Code code = group_->await_until(
-            watcher,
-            [&] {
-              post_->advance();
-              return now_ns() > until || queued_.load() ||
-                     std::any_of(pending.begin(), pending.end(),
-                                 [](const auto& t) { return t->message->finished.load(std::memory_order_acquire); });
-            },
-            owes);
-        if (code == Code::ok && now_ns() > until) code = group_->health(watcher, owes);
-        if (code != Code::ok) post_->fail_all(watcher.failure);
-        end_pending();
-      }
+      changed_.wait_for(lock, std::chrono::milliseconds(1));
     }
   }
+  if (messages && serving == this) {
+    Call watcher;  // deadline and failure of the messages nobody waits for
+    watcher.verb = Verb::recv;
+    size_t before = in_flight_.load(std::memory_order_relaxed);
+    post_->advance();
+    end_pending();
+    if (in_flight_.load(std::memory_order_relaxed) == before) {
+      std::vector<std::shared_ptr<Ticket>> pending;
+      {
+        std::lock_guard lock(queue_mutex_);
+        pending = messages_;
+      }
+      watcher.seq = group_->seq();
+      int64_t limit = INT64_MAX;
+      for (auto& t : pending) {
+        int64_t& deadline = t->call.deadline_ns;
+        if (deadline == 0) deadline = now_ns() + (t->call.timeout_ns ? t->call.timeout_ns : group_->facts().timeout_ns);
+        if (deadline < limit) {
+          limit = deadline;
+          watcher.timeout_ns = t->call.timeout_ns;
+          watcher.verb = t->call.verb;
+        }
+      }
+      watcher.deadline_ns = limit;
+      auto owes = [&](int r) {
+        return std::any_of(pending.begin(), pending.end(), [&](const auto& t) {
+          return !t->message->finished.load(std::memory_order_acquire) &&
+                 (t->message->peer < 0 || t->message->peer == r);
+        });
+      };
+      int64_t until = now_ns() + 10'000'000;
+      Code code = group_->await_until(
+          watcher,
+          [&] {
+            post_->advance();
+            return now_ns() > until || queued_.load() || std::any_of(pending.begin(), pending.end(), [](const auto& t) {
+                     return t->message->finished.load(std::memory_order_acquire);
+                   });
+          },
+          owes);
+      if (code == Code::ok && now_ns() > until) code = group_->health(watcher, owes);
+      if (code != Code::ok) post_->fail_all(watcher.failure);
+      end_pending();
+    }
+  }
+  return true;
 }
 
 void Engine::close(const std::string& reason, int64_t linger_ns) {
@@ -317,15 +364,16 @@ void Engine::close(const std::string& reason, int64_t linger_ns) {
     stop_.store(true);
   }
   changed_.notify_all();
+  needed_.notify_all();
   Failure cause;
   group_->usable(cause);
   post_->fail_all(cause);
-  if (thread_.joinable()) {
-    // A callback of the progress thread may be what closes the group.
-    if (thread_.get_id() == std::this_thread::get_id())
-      thread_.detach();
+  for (auto& thread : threads_) {  // none is added once closed
+    // A callback of a progress thread may be what closes the group.
+    if (thread.get_id() == std::this_thread::get_id())
+      thread.detach();
     else
-      thread_.join();
+      thread.join();
   }
   while (run_head(false)) {  // each ends with the cause above
   }

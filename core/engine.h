@@ -2,7 +2,8 @@
 // thread that starts with the first of them, and whoever waits for a ticket may run what stands before it.
 //
 // One total order per group: the queue. `run_mutex` of the group is held by whoever executes its head. Messages
-// (post.h) stand outside of that order. Tickets are finished with no lock held, so a callback may call again.
+// (post.h) stand outside of that order. Tickets are finished with no lock held, so a callback may call again, and may
+// wait for what it called by any means: while the progress thread is in a callback, another one takes its post.
 #pragma once
 
 #include <atomic>
@@ -45,7 +46,11 @@ class Engine {
   void close(const std::string& reason, int64_t linger_ns = 0);
 
  private:
-  void start_thread();
+  // The post: one progress thread at a time works through the queue. `manned_` and `openings_` are guarded by
+  // queue_mutex_.
+  void man_post();       // under queue_mutex_: sees to it that a thread has the post
+  bool take_post();      // waits for an opening; false: the group is closed
+  bool progress_once();  // false: nothing is left to do and the group is closed
   void progress();
   bool run_head(bool may_interrupt);  // false: nothing to run now. Takes run_mutex if it is free, and gives it back
                                       // before on_done.
@@ -63,7 +68,10 @@ class Engine {
   std::atomic<size_t> queued_{0};
   std::atomic<size_t> in_flight_{0};  // messages nobody may be waiting for
   std::atomic<bool> stop_{false};
-  std::thread thread_;
+  std::vector<std::thread> threads_;
+  bool manned_ = false;              // a thread has the post, or is on its way there
+  size_t openings_ = 0, spare_ = 0;  // posts offered to spare threads, and spare threads that wait for one
+  std::condition_variable needed_;   // openings_ or stop_ changed
   bool closed_ = false;
   int generation_ = fork_generation();
 };

@@ -22,6 +22,8 @@ constexpr size_t kPage = 4096;
 constexpr size_t kGrowth = 1 << 20;  // least extension, so that small tensors do not cost a system call each
 constexpr size_t kSlack = 64 << 20;  // left to the rest of the system when memory is counted
 
+constexpr size_t kSpares = 8;        // small blocks of one size kept for the next allocation
+
 size_t round_up(size_t n, size_t to) {
   return (n + to - 1) / to * to;
 }
@@ -184,6 +186,14 @@ void* Heap::allocate(size_t bytes, Failure& failure) {
     return nullptr;
   }
   size_t want = size_class(bytes);
+  if (want / kAlign < spare_.size() && !spare_[want / kAlign].empty()) {
+    auto& nodes = spare_[want / kAlign];
+    size_t offset = nodes.back().key();
+    live_.insert(std::move(nodes.back()));
+    nodes.pop_back();
+    in_use_ += want;
+    return base() + offset;
+  }
   auto fit = by_size_.lower_bound({want, 0});
   if (fit == by_size_.end()) {
     // The last free range, if it ends at the top, grows into what is needed.
@@ -210,12 +220,15 @@ void Heap::release(void* p) {
   if (found == live_.end()) return;
   auto [offset, bytes] = *found;
   in_use_ -= bytes;
-  live_.erase(found);
-  if (kept_.erase(offset)) {
+  auto node = live_.extract(found);
+  if (!kept_.empty() && kept_.erase(offset)) {
     quarantined_ += bytes;
     return;
   }
-  insert_free(offset, bytes);
+  if (bytes / kAlign < spare_.size() && spare_[bytes / kAlign].size() < kSpares)
+    spare_[bytes / kAlign].push_back(std::move(node));
+  else
+    insert_free(offset, bytes);
 }
 
 void Heap::quarantine(const void* p) {

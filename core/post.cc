@@ -20,7 +20,8 @@ Post::Post(Group& group)
       next_out_(static_cast<size_t>(group.size())),
       next_in_(static_cast<size_t>(group.size())),
       holders_(static_cast<size_t>(group.size()), std::vector<uint8_t>(group.peer(group.rank()).block.ring())),
-      taken_(static_cast<size_t>(group.size()), std::vector<uint8_t>(group.peer(group.rank()).block.ring())) {}
+      taken_(static_cast<size_t>(group.size()), std::vector<uint8_t>(group.peer(group.rank()).block.ring())),
+      seen_(static_cast<size_t>(group.size())) {}
 
 Post::~Post() {
   sweep();
@@ -177,11 +178,23 @@ bool Post::take(Message& m, int from, uint64_t i) {
   return true;
 }
 
+// The letters of `from` that this step may look at end here. All receives of a step see the same ones, or a letter that
+// arrives in between would go to the second of two receives that wait for it.
+uint64_t Post::seen(int from) {
+  Seen& s = seen_[static_cast<size_t>(from)];
+  if (s.step != steps_) {
+    const uint64_t first = next_in_[static_cast<size_t>(from)], ring = taken_[0].size();
+    s = {steps_, first};
+    while (s.end < first + ring && posted(from, s.end)) s.end++;
+  }
+  return s.end;
+}
+
 bool Post::match(Message& m) {
   for (int k = 0; k < g_.size(); k++) {
     int from = m.peer >= 0 ? m.peer : (g_.rank() + k) % g_.size();
-    uint64_t first = next_in_[static_cast<size_t>(from)], ring = taken_[0].size();
-    for (uint64_t i = first; i < first + ring && posted(from, i); i++)
+    uint64_t first = next_in_[static_cast<size_t>(from)], ring = taken_[0].size(), end = seen(from);
+    for (uint64_t i = first; i < end; i++)
       if (!taken_[static_cast<size_t>(from)][i % ring] && g_.peer(from).block.letter(g_.rank(), i).tag == m.tag)
         return take(m, from, i);
     if (m.peer >= 0) break;
@@ -284,6 +297,7 @@ bool Post::step_receive(Message& m) {
 }
 
 void Post::step() {
+  steps_++;
   if (!lingering_.empty()) sweep();
   std::vector<uint8_t> blocked(static_cast<size_t>(g_.size()));  // letters to one rank are posted in order
   for (auto it = sends_.begin(); it != sends_.end();) {

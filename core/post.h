@@ -65,6 +65,7 @@ class Post {
   void set_aside(Message& m);
   bool step_send(Message& m);
   bool step_receive(Message& m);
+  uint64_t seen(int from);
   bool match(Message& m);
   bool match_unasked(Message& m);
   void take_unasked(int from);
@@ -82,6 +83,11 @@ class Post {
   std::vector<uint64_t> next_out_, next_in_;   // per peer: the next letter to post; the oldest not finished with
   std::vector<std::vector<uint8_t>> holders_;  // per peer and ring entry: a send that still looks at its letter
   std::vector<std::vector<uint8_t>> taken_;    // per peer and ring entry
+  struct Seen {
+    uint64_t step = 0, end = 0;
+  };
+  std::vector<Seen> seen_;  // per peer: in which step we looked for letters, and the first that was not there
+  uint64_t steps_ = 0;
   uint64_t count_ = 0;
   std::atomic<size_t> pending_{0};
 };

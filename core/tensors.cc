@@ -1,6 +1,7 @@
 // See tensors.h.
 #include "tensors.h"
 
+#include <algorithm>
 #include <mutex>
 
 namespace nb = nanobind;
@@ -11,24 +12,44 @@ namespace {
 PyTypeObject* tensor_type = nullptr;
 dlpack::Exchange* exchange = nullptr;
 
+// Owns what a tensor made here lies on. Shape and strides stand behind it, in the same allocation: making a small
+// tensor is on the way of every small functional call.
 struct Owner {
   dlpack::Managed managed{};
-  std::vector<int64_t> shape, strides;
-  std::shared_ptr<void> keep;
+  std::shared_ptr<void> keep;  // the heap, or the mapping of a peer's
+  void* block = nullptr;       // what to give back to `heap`, if anything
+  Heap* heap = nullptr;
+
+  ~Owner() {
+    if (heap) heap->release(block);
+  }
+  int64_t* dims() { return reinterpret_cast<int64_t*>(this + 1); }
+  static void drop(dlpack::Managed* self) {
+    auto* owner = static_cast<Owner*>(self->owner);
+    owner->~Owner();
+    ::operator delete(owner);
+  }
 };
 
-nb::object to_tensor(Owner* owner, void* data, dlpack::DataType dtype) {
-  auto& m = owner->managed;
+Owner* make_owner(const int64_t* shape, size_t n, void* data, dlpack::DataType dtype) {
+  auto* owner = new (::operator new(sizeof(Owner) + 2 * n * sizeof(int64_t))) Owner;
+  int64_t *sizes = owner->dims(), *strides = sizes + n, step = 1;
+  std::copy_n(shape, n, sizes);
+  for (size_t i = n; i-- > 0;) {
+    strides[i] = step;
+    step *= std::max<int64_t>(sizes[i], 1);
+  }
+  dlpack::Managed& m = owner->managed;
   m.major = 1;
-  m.minor = 0;
   m.owner = owner;
-  m.deleter = [](dlpack::Managed* self) { delete static_cast<Owner*>(self->owner); };
-  size_t n = owner->shape.size();
-  owner->strides.assign(n, 1);
-  for (size_t i = n; i-- > 1;) owner->strides[i - 1] = owner->strides[i] * std::max<int64_t>(owner->shape[i], 1);
-  m.tensor = {data, {dlpack::kCpu, 0}, static_cast<int32_t>(n), dtype, owner->shape.data(), owner->strides.data(), 0};
+  m.deleter = Owner::drop;
+  m.tensor = {data, {dlpack::kCpu, 0}, static_cast<int32_t>(n), dtype, sizes, strides, 0};
+  return owner;
+}
+
+nb::object to_tensor(Owner* owner) {
   void* object = nullptr;
-  if (exchange->to_object(&m, &object) != 0) nb::raise_python_error();
+  if (exchange->to_object(&owner->managed, &object) != 0) nb::raise_python_error();
   return nb::steal(static_cast<PyObject*>(object));
 }
 
@@ -75,6 +96,29 @@ bool convert(dlpack::DataType t, DType& out) {
     default:
       return out = DType::opaque8, t.bits == 8;  // the float8 family: moved, not reduced
   }
+}
+
+bool is_contiguous(const dlpack::Tensor& t) {
+  int64_t expected = 1;
+  for (int i = t.ndim; i-- > 0;) {
+    if (t.shape[i] != 1 && t.strides && t.strides[i] != expected) return false;
+    expected *= t.shape[i];
+  }
+  return true;
+}
+
+size_t element_count(const dlpack::Tensor& t) {
+  size_t count = 1;
+  for (int i = 0; i < t.ndim; i++) count *= static_cast<size_t>(t.shape[i]);
+  return count;
+}
+
+// Lazy conjugation and negation are bits beside the data; a view that has one and is contiguous has one element at
+// most, or is complex.
+bool is_lazy(nb::handle object, const View& view) {
+  bool complex = view.dtype == DType::c64 || view.dtype == DType::c128;
+  return (complex && nb::cast<bool>(object.attr("is_conj")())) ||
+         (view.count == 1 && nb::cast<bool>(object.attr("is_neg")()));
 }
 
 std::string attribute(nb::handle object, const char* name) {
@@ -124,25 +168,14 @@ View view_tensor(nb::handle object, const char* argument) {
     throw nb::type_error(("argument '" + std::string(argument) + "' has dtype " + attribute(object, "dtype") +
                           ", which unisono does not know")
                              .c_str());
-  view.count = 1;
-  bool contiguous = true;
-  int64_t expected = 1;
-  for (int i = t.ndim; i-- > 0;) {
-    if (t.shape[i] != 1 && t.strides && t.strides[i] != expected) contiguous = false;
-    expected *= t.shape[i];
-    view.count *= static_cast<size_t>(t.shape[i]);
-  }
-  if (!contiguous && view.count > 0)
+  view.count = element_count(t);
+  if (view.count > 0 && !is_contiguous(t))
     throw nb::value_error(("argument '" + std::string(argument) + "' must be contiguous, got shape " +
                            attribute(object, "shape") + " with strides " +
                            nb::cast<std::string>(nb::str(object.attr("stride")())))
                               .c_str());
   view.data = static_cast<std::byte*>(t.data) + t.byte_offset;
-  // Lazy conjugation and negation are bits beside the data; a view that has one and is contiguous has one element
-  // at most, or is complex.
-  bool complex = view.dtype == DType::c64 || view.dtype == DType::c128;
-  if ((complex && nb::cast<bool>(object.attr("is_conj")())) ||
-      (view.count == 1 && nb::cast<bool>(object.attr("is_neg")())))
+  if (is_lazy(object, view))
     throw nb::value_error(("argument '" + std::string(argument) +
                            "' is a lazily conjugated or negated view; call resolve_conj() or resolve_neg() first")
                               .c_str());
@@ -179,27 +212,45 @@ std::shared_ptr<Heap> process_heap(Failure& failure) {
   return heap;
 }
 
-nb::object make_tensor(const std::vector<int64_t>& shape, dlpack::DataType dtype, Failure& failure) {
+nb::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype, Failure& failure, std::byte** at) {
   size_t bytes = dtype.bits / 8;
-  for (int64_t n : shape)
-    if (__builtin_mul_overflow(bytes, static_cast<size_t>(n), &bytes)) {
+  for (size_t i = 0; i < dims; i++)
+    if (__builtin_mul_overflow(bytes, static_cast<size_t>(shape[i]), &bytes)) {
       fail(failure, Code::no_memory, "the tensor has more bytes than an address has bits for");
       return {};
     }
   auto heap = process_heap(failure);
   void* data = heap ? heap->allocate(bytes, failure) : nullptr;
   if (!data) return {};
-  auto* owner = new Owner;
-  owner->shape = shape;
-  owner->keep = std::shared_ptr<void>(data, [heap](void* p) { heap->release(p); });
-  return to_tensor(owner, data, dtype);
+  if (at) *at = static_cast<std::byte*>(data);
+  Owner* owner = make_owner(shape, dims, data, dtype);
+  owner->block = data;
+  owner->heap = heap.get();
+  owner->keep = std::move(heap);
+  return to_tensor(owner);
+}
+
+Twin make_twin(nb::handle object, Failure& failure) {
+  dlpack::Tensor t;
+  Twin twin{{}, nb::none()};
+  if (!is_tensor(object) || exchange->view_object(object.ptr(), &t) != 0) {
+    PyErr_Clear();
+    return twin;
+  }
+  View& v = twin.view;
+  v.count = element_count(t);
+  v.data = static_cast<std::byte*>(t.data) + t.byte_offset;
+  if (t.device.type == dlpack::kCpu && is_contiguous(t) && convert(t.dtype, v.dtype) && !is_lazy(object, v) &&
+      (t.data || v.count == 0))
+    twin.made = make_tensor(t.shape, static_cast<size_t>(t.ndim), t.dtype, failure, &twin.at);
+  return twin;
 }
 
 nb::object wrap_bytes(std::byte* data, size_t bytes, std::shared_ptr<void> keep) {
-  auto* owner = new Owner;
-  owner->shape = {static_cast<int64_t>(bytes)};
+  const auto shape = static_cast<int64_t>(bytes);
+  Owner* owner = make_owner(&shape, 1, data, {dlpack::kUInt, 8, 1});
   owner->keep = std::move(keep);
-  return to_tensor(owner, data, {dlpack::kUInt, 8, 1});
+  return to_tensor(owner);
 }
 
 }  // namespace unisono

@@ -65,7 +65,18 @@ std::string tensor_words(nanobind::handle object);
 
 std::shared_ptr<Heap> process_heap(Failure& failure);
 // A new tensor in this process's heap; null with `failure` filled when memory is short.
-nanobind::object make_tensor(const std::vector<int64_t>& shape, dlpack::DataType dtype, Failure& failure);
+nanobind::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype, Failure& failure,
+                             std::byte** at = nullptr);
+
+// A tensor, and a new one in this process's heap with its shape and dtype; null with `failure` filled when memory is
+// short, Python's None if the first is not as view_tensor wants it.
+struct Twin {
+  View view;
+  nanobind::object made;
+  std::byte* at = nullptr;
+};
+Twin make_twin(nanobind::handle object, Failure& failure);
+
 // A tensor of bytes over memory that `keep` keeps alive.
 nanobind::object wrap_bytes(std::byte* data, size_t bytes, std::shared_ptr<void> keep);
 

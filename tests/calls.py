@@ -162,8 +162,8 @@ def _chunks(group, call: Call, started: Started, mine: Tensor, want: Tensor | No
     is_list = call.form == "list"
     if call.verb == "all_to_all":
         sent, received = list(call.counts[rank]), [row[rank] for row in call.counts]
-        source = _given(started, "input", mine, in_kind, sent if is_list else None)
-        output = _taken(started, "output", want, out_kind, received if is_list else None)
+        source = given(started, "input", mine, in_kind, sent if is_list else None)
+        output = taken(started, "output", want, out_kind, received if is_list else None)
         if is_list or (len({n for row in call.counts for n in row}) == 1 and call.seed % 2):
             return verb(output, source, **options)
         return verb(output, source, received, sent, **options)
@@ -174,27 +174,27 @@ def _chunks(group, call: Call, started: Started, mine: Tensor, want: Tensor | No
     if call.form == "in_place":
         return _chunks_in_place(group, call, started, mine, want, stated, options)
     if call.verb == "all_gather":
-        source = _given(started, "input", mine, in_kind, None)
-        return verb(_taken(started, "output", want, out_kind, pieces), source, stated, **options)
+        source = given(started, "input", mine, in_kind, None)
+        return verb(taken(started, "output", want, out_kind, pieces), source, stated, **options)
     if call.verb == "gather":
-        source = _given(started, "input", mine, in_kind, None)
-        output = None if want is None else _taken(started, "output", want, out_kind, pieces)
+        source = given(started, "input", mine, in_kind, None)
+        output = None if want is None else taken(started, "output", want, out_kind, pieces)
         return verb(output, source, call.root, stated, **options)
     if call.verb == "reduce_scatter":
-        source = _given(started, "input", mine, in_kind, pieces)
-        return verb(_taken(started, "output", want, out_kind, None), source, stated, **options)
+        source = given(started, "input", mine, in_kind, pieces)
+        return verb(taken(started, "output", want, out_kind, None), source, stated, **options)
     assert call.verb == "scatter", call.verb
-    source = _given(started, "input", mine, in_kind, pieces) if rank == call.root else None
-    return verb(_taken(started, "output", want, out_kind, None), source, call.root, stated, **options)
+    source = given(started, "input", mine, in_kind, pieces) if rank == call.root else None
+    return verb(taken(started, "output", want, out_kind, None), source, call.root, stated, **options)
 
 
-def _given(started: Started, label: str, content: Tensor, kind: str, counts: list[int] | None):
+def given(started: Started, label: str, content: Tensor, kind: str, counts: list[int] | None):
     """An input, which must not change."""
     pieces = _placed_pieces(started, label, content, content, kind, counts)
     return pieces[0].tensor if counts is None else [piece.tensor for piece in pieces]
 
 
-def _taken(started: Started, label: str, want: Tensor, kind: str, counts: list[int] | None):
+def taken(started: Started, label: str, want: Tensor, kind: str, counts: list[int] | None):
     """An output, full of a pattern until the call writes it."""
     pieces = _placed_pieces(started, label, unwritten(want.numel(), want.dtype), want, kind, counts)
     started.wrote.extend(pieces)
@@ -247,9 +247,7 @@ def run_calls(group: unisono.Group, calls: Sequence[Call]) -> tuple[list[str], l
             raise AssertionError(f"call {index} of {len(calls)}, {call}: {error!r}") from error
         complaints += [f"{line}\n      in {call}" for line in found]
         checksums.append(checksum)
-        if len(complaints) > 20:
-            break
-    return complaints, checksums
+    return complaints[:20], checksums
 
 
 def check(pool: Any, calls: Sequence[Call]) -> None:
@@ -258,7 +256,7 @@ def check(pool: Any, calls: Sequence[Call]) -> None:
     results = pool.run(run_calls, list(calls))
     lines = [f"rank {rank}: {line}" for rank, (complaints, _) in enumerate(results) for line in complaints]
     for index, call in enumerate(calls):
-        sums = [checksums[index] for _, checksums in results if index < len(checksums)]
+        sums = [checksums[index] for _, checksums in results]
         if call.verb in EQUAL_RESULTS and len(set(sums)) > 1:
             lines.append(f"ranks hold different bits {sums} after {call}")
     assert not lines, f"{len(lines)} complaints, the first are:\n  " + "\n  ".join(lines[:12])

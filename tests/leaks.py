@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from unisono.group import _open_groups
+
 # Python's own servants live until the process ends, once something has asked for them.
 SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_nursery.py")
 
@@ -32,7 +34,19 @@ def holdings() -> Holdings:
             continue  # the listing's own fd
     shm = frozenset(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else frozenset()
     names = tuple(sorted(thread.name for thread in threading.enumerate()))
-    return Holdings(fds, len(os.listdir("/proc/self/task")), names, children(os.getpid()), shm)
+    return Holdings(fds, threads(), names, children(os.getpid()), shm)
+
+
+def threads() -> int:
+    """Threads of this process, without the one or two that an open group may have for its progress."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            names.append((task / "comm").read_text().strip())
+        except OSError:
+            continue
+    progress = names.count("unisono")
+    return len(names) - min(progress, 2 * len(_open_groups))
 
 
 def children(pid: int) -> dict[int, str]:

@@ -18,6 +18,7 @@ _core.setup(_torch.Tensor, errors.make_error, errors.call_site, settings.heap_ma
 if settings.isa and not _core.set_isa(settings.isa):
     raise ValueError(f"UNISONO_ISA={settings.isa}: this CPU does not have it; leave it empty for the best there is")
 
+from . import comm_func  # noqa: E402
 from . import uneven_ops as _uneven_ops  # noqa: E402, F401
 from .errors import (  # noqa: E402
     AbortedError,
@@ -56,6 +57,7 @@ __all__ = [
     "UnisonoError",
     "all_gather_into_tensor_uneven",
     "all_to_all_vc",
+    "comm_func",
     "empty",
     "empty_like",
     "is_shared",

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="two ranks show an uneven all-gather and reduce-scatter, timed against gloo",
     )
     commands.add_parser(
-        "bench", add_help=False, help="measure the collectives against memory bandwidth and gloo, as ratios"
+        "bench", add_help=False, help="measure the collectives against the memory's limit, gloo, MPI and oneCCL"
     )
     chosen, rest = parser.parse_known_args(argv)
     if chosen.command == "demo":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import itertools
 import os
 import secrets
 import weakref
@@ -29,6 +30,8 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 _LINGER_S = 0.2  # how long close() waits for the others to close too
 _open_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+_by_key: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 def _reduce_ops() -> dict[Any, int]:
@@ -78,7 +81,8 @@ class Group:
     """Ranks of one host that call collectives together.
 
     Make one with :meth:`from_store`, :meth:`from_env` or :meth:`split`. ``rank`` is this process's number in the group,
-    ``ranks`` the numbers its members have in the group it was split from (0 … size-1 if it was not).
+    ``ranks`` the numbers its members have in the group it was split from (0 … size-1 if it was not). ``key`` is a name
+    no other group of this process has: torch operators carry it, and any ``group`` argument takes it.
 
     >>> from unisono.testing import run_ranks
     >>> import torch
@@ -95,11 +99,13 @@ class Group:
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.name: str = comm.name
+        self.key: str = f"{self.name}@unisono{next(_numbers)}"
         self.ranks: list[int] = list(ranks)
         self.timeout_s = timeout_s
         self._store: Store | None = None
         self._splits = 0
         _open_groups.add(self)
+        _by_key[self.key] = self
 
     # -- coming and going
 
@@ -356,6 +362,11 @@ class Group:
         """Receives a tensor of the same size and dtype from ``src``, or from anyone; returns the rank it came from."""
         pending = self._comm.recv(tensor, src, tag, timeout_s or 0.0, async_op)
         return Handle(pending, "recv", tensor) if async_op else int(pending)
+
+
+def find_key(key: str) -> Group | None:
+    """The group with this ``key``, as long as it lives."""
+    return _by_key.get(key)
 
 
 def _number(*what: object) -> int:

@@ -10,12 +10,28 @@ import os
 import weakref
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import Backend, _resolve_process_group
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupMember
 
-from .group import Group
+from .group import Group, find_key
+
+_CPU = torch.device("cpu")
+
+
+def can_be_inherited(base: type) -> bool:
+    """Whether a class of torch's C++ half, made from a rank and a size, may be the base of one in Python."""
+    try:
+        type("Probe", (base,), {})(0, 1)
+    except TypeError:
+        return False
+    return True
+
+
+#: Whether a backend inside of a C++ process group can be written in Python: since torch 2.14.
+PYTHON_BACKENDS = can_be_inherited(Backend)
 
 #: What a ``group`` argument may be.
 GroupLike: TypeAlias = Group | ProcessGroup | str | None
@@ -24,16 +40,27 @@ GroupLike: TypeAlias = Group | ProcessGroup | str | None
 WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group", "world")
 
 _named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_elsewhere: set[str] = set()  # names of groups this process is not in
 
 
-def remember(name: str, group: ProcessGroup | Group) -> None:
-    """Lets :func:`resolve` find a group by this name, as long as the group lives."""
-    _named[name] = group
+def remember(name: str, group: ProcessGroup | Group | None) -> None:
+    """Lets :func:`resolve` find a group by this name, as long as the group lives; None: this process is not in it."""
+    forget(name)
+    if group is None:
+        _elsewhere.add(name)
+    else:
+        _named[name] = group
 
 
 def forget(name: str) -> None:
     """Undoes :func:`remember`."""
     _named.pop(name, None)
+    _elsewhere.discard(name)
+
+
+def is_known(name: str) -> bool:
+    """Says whether :func:`remember` was given this name."""
+    return name in _named or name in _elsewhere
 
 
 def default_group() -> ProcessGroup:
@@ -55,10 +82,10 @@ def resolve(group: GroupLike) -> ProcessGroup | Group | None:
     """The group that is meant; None if this process is not in it.
 
     A name is one that :func:`remember` was given (``comm_func.create_group``, ``get_comm_name``), a torch group's
-    ``group_name``, or one of ``WORLD_NAMES``.
+    ``group_name``, a :class:`Group`'s ``key``, or one of ``WORLD_NAMES``.
     """
     if group is None:
-        return default_group()
+        return GroupMember.WORLD or default_group()
     if isinstance(group, (Group, ProcessGroup)):
         return group
     if isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER:
@@ -67,8 +94,13 @@ def resolve(group: GroupLike) -> ProcessGroup | Group | None:
         found = _named.get(group)
         if found is not None:
             return found  # type: ignore[no-any-return]
+        if group in _elsewhere:
+            return None
         if group in WORLD_NAMES:
             return default_group()
+        own = find_key(group)
+        if own is not None:
+            return own
         try:
             return _resolve_process_group(group)  # type: ignore[arg-type]
         except (RuntimeError, ValueError):
@@ -79,16 +111,34 @@ def resolve(group: GroupLike) -> ProcessGroup | Group | None:
     )
 
 
-def native(group: ProcessGroup | Group) -> Group | None:
+def native(group: GroupLike) -> Group | None:
     """The unisono Group under a process group, None if another backend is."""
     if isinstance(group, Group):
         return group
-    return getattr(group, "unisono_group", None)
+    found: Group | None = getattr(group, "unisono_group", None)
+    if found is None and PYTHON_BACKENDS and isinstance(group, ProcessGroup):
+        found = getattr(_cpu_backend(group), "unisono_group", None)
+    return found
+
+
+def face(group: ProcessGroup | Group | None) -> Any:
+    """The object on unisono that torch talks to: the process group itself or, inside of one, its backend; or None."""
+    found = getattr(group, "unisono_face", None)
+    if found is None and PYTHON_BACKENDS and isinstance(group, ProcessGroup):
+        found = getattr(_cpu_backend(group), "unisono_face", None)
+    return found
+
+
+def _cpu_backend(group: ProcessGroup) -> Backend | None:
+    try:
+        return group._get_backend(_CPU)
+    except RuntimeError:
+        return None  # a group for other devices only
 
 
 def find(group: GroupLike) -> tuple[ProcessGroup | Group | None, Group | None]:
     """:func:`resolve` and :func:`native` in one step, quick for the usual cases."""
-    ours = native(group)  # type: ignore[arg-type]
+    ours = native(group)
     if ours is not None:
         return group, ours  # type: ignore[return-value]
     found = resolve(group)

@@ -1,39 +1,58 @@
-"""Handles of calls that are under way."""
+"""Handles of calls that are under way, on a unisono group or, with the same face, on another torch backend."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator
+from datetime import timedelta
+from typing import Any, Protocol
 
-from . import _core
-from .errors import CollectiveTimeoutError, UnisonoError
+import torch.distributed as dist
+
+from .errors import CollectiveTimeoutError
 
 _lock = threading.Lock()  # for lists of callbacks; held for an append only
 _CALLED: list[Callable[[], None]] = []  # stands where a list of callbacks was that have been called
 
 
+class Pending(Protocol):
+    """What stands behind a handle: the core's ticket, or one of the two classes below."""
+
+    def done(self) -> bool: ...
+    def wait(self, timeout_s: float) -> bool: ...  # 0: as long as it takes; False: not done by then
+    def error(self) -> Exception | None: ...
+    def on_done(self, callback: Callable[[], None], /) -> None: ...
+    @property
+    def source(self) -> int: ...
+
+
 class Handle:
-    """One asynchronous call. Dropping it without waiting is safe; waiting twice is fine."""
+    """One asynchronous call. Dropping it without waiting is safe; waiting twice is fine.
+
+    In asyncio, ``await handle`` gives what :meth:`result` gives, and other tasks run meanwhile.
+    """
 
     __slots__ = ("_callbacks", "_op", "_outputs", "_pending")
 
-    def __init__(self, pending: _core.Pending, op: str, outputs: Any) -> None:
+    def __init__(self, pending: Pending, op: str, outputs: Any) -> None:
         self._pending = pending
         self._op = op
         self._outputs = outputs
         self._callbacks: list[Callable[[], None]] | None = None
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout: float | timedelta | None = None) -> None:
         """Returns when the call is over, or raises what went wrong.
 
-        With ``timeout_s``, raises CollectiveTimeoutError after that time; the call itself goes on and can be waited
-        for again.
+        With ``timeout``, in seconds or as a timedelta, raises CollectiveTimeoutError after that time; the call itself
+        goes on and can be waited for again.
         """
-        if timeout_s is not None and timeout_s <= 0:
-            timeout_s = 1e-9
-        if not self._pending.wait(timeout_s or 0.0):
-            raise CollectiveTimeoutError(f"{self._op}: not done after {timeout_s} s of waiting; the call goes on")
+        limit_s = 0.0
+        if timeout is not None:
+            limit_s = max(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout, 1e-9)
+        if not self._pending.wait(limit_s):
+            raise CollectiveTimeoutError(f"{self._op}: not done after {limit_s:g} s of waiting; the call goes on")
         error = self._pending.error()
         if error is not None:
             raise error
@@ -42,7 +61,7 @@ class Handle:
         """Says whether the call is over, well or not."""
         return self._pending.done()
 
-    def exception(self) -> UnisonoError | None:
+    def exception(self) -> Exception | None:
         """The error of a call that is over, None if it went well or still runs."""
         return self._pending.error()
 
@@ -50,6 +69,23 @@ class Handle:
         """Waits, then returns the tensor or tensors the call has written."""
         self.wait()
         return self._outputs
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if not self.is_completed():
+            loop = asyncio.get_running_loop()
+            over = loop.create_future()
+
+            def wake() -> None:
+                if not over.done():  # else the task was cancelled
+                    over.set_result(None)
+
+            def tell() -> None:
+                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits
+                    loop.call_soon_threadsafe(wake)
+
+            self.when_done(tell)
+            yield from over
+        return self.result()
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Has ``callback`` called when the call is over, by the thread that ends it, or now if it is over already."""
@@ -79,3 +115,79 @@ class Handle:
     def __repr__(self) -> str:
         state = "done" if self.is_completed() else "under way"
         return f"<unisono.Handle {self._op} {state}>"
+
+
+class PendingWork:
+    """A Work of another torch backend; ``finish`` runs once, when the call has gone well."""
+
+    def __init__(self, work: dist.Work, finish: Callable[[], None] | None = None) -> None:
+        self._work = work
+        self._finish = finish
+        self._error: Exception | None = None
+        self._over = False
+        self._turn = threading.Lock()
+
+    def done(self) -> bool:
+        """Says whether the call is over; some backends know only after a wait."""
+        return self._over or self._work.is_completed()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits; False if the call is not over after ``timeout_s``."""
+        if self._over:
+            return True
+        try:
+            if timeout_s:
+                self._work.wait(timedelta(seconds=max(timeout_s, 1e-3)))  # torch counts milliseconds, and 0 is no limit
+            else:
+                self._work.wait()
+        except Exception as error:
+            if timeout_s and not self._work.is_completed():
+                return False
+            self._error = error
+        with self._turn:
+            if not self._over and self._error is None and self._finish is not None:
+                self._finish()
+            self._over = True
+        return True
+
+    def error(self) -> Exception | None:
+        """What went wrong, None if nothing did or the call still runs."""
+        if not self._over and self._work.is_completed():
+            self.wait(0.0)
+        return self._error
+
+    def on_done(self, callback: Callable[[], None], /) -> None:
+        """Calls back from a thread that waits: not every backend has a future for every call."""
+
+        def watch() -> None:
+            self.wait(0.0)
+            callback()
+
+        threading.Thread(target=watch, name="unisono-work", daemon=True).start()
+
+    @property
+    def source(self) -> int:
+        """For a receive that is over: the rank the message came from."""
+        return int(self._work._source_rank())
+
+
+class Finished:
+    """A call that was over before its handle was made."""
+
+    source = -1
+
+    def done(self) -> bool:
+        """True."""
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        """True."""
+        return True
+
+    def error(self) -> Exception | None:
+        """None."""
+        return None
+
+    def on_done(self, callback: Callable[[], None], /) -> None:
+        """Calls back now."""
+        callback()

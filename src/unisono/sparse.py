@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .errors import MismatchError
 from .group import Group, reduce_op_name
 
 
@@ -15,7 +16,7 @@ def all_reduce(group: Group, tensor: torch.Tensor, op: Any) -> torch.Tensor:
     Every rank may have another number of entries. It runs in the caller's thread, also when asked for with async_op.
     """
     if reduce_op_name(op) != "sum":
-        raise ValueError(f"all_reduce of sparse tensors supports SUM only, got {reduce_op_name(op)}")
+        raise ValueError(f"allreduce of sparse tensors only works with ReduceOp.SUM, got {reduce_op_name(op)}")
     if tensor.layout is not torch.sparse_coo:
         raise ValueError(f"all_reduce takes dense and sparse COO tensors, got layout {tensor.layout}")
     mine = tensor.coalesce()
@@ -26,12 +27,8 @@ def all_reduce(group: Group, tensor: torch.Tensor, op: Any) -> torch.Tensor:
     own[0] = indices.shape[1]
     own[1 : 1 + len(shape)] = torch.tensor(shape)
     group.all_gather(facts, own)
-    differing = [r for r in range(group.size) if not torch.equal(facts[r, 1:], own[1:])]
-    if differing:
-        raise ValueError(
-            f"all_reduce: ranks {differing} have sparse tensors of other sizes or sparse dimensions than rank "
-            f"{group.rank}, which has {list(mine.shape)}"
-        )
+    if not bool((facts[:, 1:] == own[1:]).all()):
+        raise _mismatch(group, facts)
     entries = facts[:, 0].tolist()
     total = sum(entries)
     # One entry per row, so that a rank's entries are one stretch of memory.
@@ -42,3 +39,14 @@ def all_reduce(group: Group, tensor: torch.Tensor, op: Any) -> torch.Tensor:
     group.all_gather(all_values, values, [n * width for n in entries])
     result = torch.sparse_coo_tensor(all_indices.t(), all_values, mine.shape, check_invariants=False).coalesce()
     return tensor.copy_(result)
+
+
+def _mismatch(group: Group, facts: torch.Tensor) -> MismatchError:
+    """The error when ranks have tensors of different shapes: a line for each rank."""
+    lines = []
+    for r, (sparse_dim, dense_dim, *shape) in enumerate(facts[:, 1:].tolist()):
+        sizes = [n for n in shape if n >= 0]
+        lines.append(f"\n  rank {r}   sparse {sizes}, {sparse_dim} sparse dimensions and {dense_dim} dense")
+    error = MismatchError(f'all_reduce in group "{group.name}": ranks disagree on shape{"".join(lines)}')
+    error.op, error.seq, error.group, error.rank = "all_reduce", group.calls, group.name, group.rank
+    return error

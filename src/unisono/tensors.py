@@ -73,7 +73,8 @@ def zeros(*size: object, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     """Makes an uninitialised contiguous tensor in shared memory with the shape and dtype of another."""
-    return empty(tensor.shape, dtype=tensor.dtype)
+    made = _core.empty_like(tensor)
+    return empty(tensor.shape, dtype=tensor.dtype) if made is None else made
 
 
 def is_shared(tensor: torch.Tensor) -> bool:

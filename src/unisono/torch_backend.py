@@ -4,23 +4,30 @@ torch.distributed finds these methods by name; its C++ code (DDP's reducer, func
 all_gather_single_coalesced, allreduce, allreduce_coalesced, all_to_all_single, barrier, broadcast, reduce_scatter,
 reduce_scatter_single_coalesced, send and recv, and must get a Work from each. A method unpacks torch's options and
 hands the tensors on: no copies, one call of the Group, except where torch asks for several together.
+
+One body, :class:`Face`, serves both of torch's bases: ProcessGroup, which every version lets Python inherit from and
+calls directly, and since torch 2.14 Backend, which C++ code asks the group for and which alone can be one of several.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Backend, BarrierOptions, Store
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from . import groups, monitor, sparse, tensors
+from . import groups, monitor, refusals, sparse, tensors, torch_fallbacks  # noqa: F401  (registers its kernels)
 from .group import Group
 from .handle import Handle
-from .work import FINISHED, Work
+from .strided import Copies
+from .uncompiled import keep_uncompiled
+from .work import FINISHED, Work, flat
 
 Tensor = torch.Tensor
 _CPU = torch.device("cpu")
@@ -30,8 +37,8 @@ _UNSET = timedelta(milliseconds=-1)  # torch's word for: the group's timeout
 _profiling = torch._C._autograd._profiler_enabled
 
 
-class ProcessGroupUnisono(dist.ProcessGroup):
-    """A torch process group on a unisono :class:`Group`, which is its attribute ``unisono_group``.
+class Face:
+    """What torch asks of a process group, and of the backend of one, over a unisono :class:`Group`.
 
     The methods take torch's option objects, and like torch's own groups also plain arguments:
     ``pg.allreduce([t], opts)`` and ``pg.allreduce(t, ReduceOp.MAX)``. They return a Work.
@@ -42,18 +49,24 @@ class ProcessGroupUnisono(dist.ProcessGroup):
     supports_time_estimate = False
     supports_shrinking = False
 
-    def __init__(self, group: Group, store: Store | None = None) -> None:
-        super().__init__(group.rank, group.size)  # type: ignore[call-arg]
+    def _begin(self, group: Group, store: Store | None) -> None:
         self.unisono_group = group
         self._store = store
         self._timeout_s = 0.0  # 0: the group's own
         self._names = [group.name, "undefined"]
         self._batch: list[Work] | None = None
+        # DDP.join hands a Work to C++ that does not keep its Python half alive, without which it never ends.
+        self._small: deque[Work] = deque(maxlen=64)
         self._comm_name = f"unisono%{group.name}%{group._comm.id:016x}"
         self._splits = 0
         self._monitored = 0
 
     # -- what torch asks a group about itself
+
+    @property
+    def unisono_face(self) -> Face:
+        """This object itself; the C++ half of a backend hands the look-up on to here."""
+        return self
 
     def rank(self) -> int:
         return self.unisono_group.rank
@@ -96,7 +109,7 @@ class ProcessGroupUnisono(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [_CPU]
 
-    def _get_backend(self, device: torch.device) -> ProcessGroupUnisono:
+    def _get_backend(self, device: torch.device) -> Face:
         if torch.device(device).type != "cpu":
             raise RuntimeError(
                 f"No backend type associated with device type {torch.device(device).type}: unisono groups are for cpu"
@@ -129,14 +142,14 @@ class ProcessGroupUnisono(dist.ProcessGroup):
         """
         if not 0 <= rank < self.size():
             raise ValueError(f"argument 'rank' must be from 0 to {self.size() - 1}, got {rank}")
-        groups.remember(self._comm_name, self)
+        groups.remember(self._comm_name, self)  # type: ignore[arg-type]
         return self._comm_name
 
     # FSDP2 takes its buffers from here after set_allocate_memory_from_process_group_for_comm(True).
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        return torch.device(device).type == "cpu"
+    def supports_tensor_alloc(self, device: torch.device | int) -> bool:
+        return isinstance(device, int) or torch.device(device).type == "cpu"  # C++ gives the number of a CPU
 
-    def allocate_tensor(self, size: int | Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate_tensor(self, size: int | Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor in shared memory, which collectives read and write in place."""
         return tensors.empty([size] if isinstance(size, int) else size, dtype=dtype)
 
@@ -180,9 +193,17 @@ class ProcessGroupUnisono(dist.ProcessGroup):
         tensor = _one(tensors)
         op, options = _reduction(opts)
         if tensor.layout is not torch.strided:
-            result = sparse.all_reduce(self.unisono_group, tensor, op)
-            return Work((), [result])
-        return self._run("all_reduce", self.unisono_group.all_reduce, (tensor, op), [tensor], options, timeout)
+            try:
+                return Work((), [sparse.all_reduce(self.unisono_group, tensor, op)])
+            except ValueError as error:
+                odd = () if tensor.layout is torch.sparse_coo else (tensor,)
+                raise refusals.refusal("all_reduce", odd, error) from None
+        work = self._run("all_reduce", self.unisono_group.all_reduce, (tensor, op), [tensor], options, timeout)
+        if tensor.numel() <= 8:
+            self._small.append(work)
+        return work
+
+    allreduce_sparse = allreduce
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         op, options = _reduction(opts)
@@ -303,8 +324,10 @@ class ProcessGroupUnisono(dist.ProcessGroup):
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         return self._run("barrier", self.unisono_group.barrier, (), [], opts, timeout)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """A barrier in which rank 0 names the ranks that did not come in time."""
+        if isinstance(timeout, BarrierOptions):
+            timeout = None if timeout.timeout == _UNSET else timeout.timeout
         self._monitored += 1
         limit_s = self.unisono_group.timeout_s if timeout is None else timeout.total_seconds()
         monitor.barrier(self.unisono_group, limit_s, wait_all_ranks, tag=-self._monitored)
@@ -338,12 +361,16 @@ class ProcessGroupUnisono(dist.ProcessGroup):
         """Calls a verb of the group: now if torch's options say asyncOp=False, else in the background."""
         now, timeout_s = self._manner(opts, timeout)
         end = _record(name, arguments) if _profiling() else None
-        if now and self._batch is None:
-            verb(*arguments, timeout_s=timeout_s)
-            if end is not None:
-                end()
-            return FINISHED
-        work = Work((verb(*arguments, async_op=True, timeout_s=timeout_s),), outputs, end)
+        try:
+            if now and self._batch is None:
+                _call(verb, arguments, False, timeout_s)
+                if end is not None:
+                    end()
+                return FINISHED
+            work = Work((_call(verb, arguments, True, timeout_s),), outputs, end)
+        except (TypeError, ValueError) as error:
+            handle, copies = _again(name, verb, arguments, outputs, timeout_s, error, end)
+            work = Work((handle,), outputs, end, (copies,))
         if self._batch is not None:
             self._batch.append(work)
         return work
@@ -351,19 +378,37 @@ class ProcessGroupUnisono(dist.ProcessGroup):
     def _run_all(
         self, name: str, verb: Callable[..., Any], calls: Sequence[tuple[Any, ...]], outputs: Any, opts: Any
     ) -> Work:
+        if not calls:
+            raise refusals.not_one_tensor(0)
         now, timeout_s = self._manner(opts, None)
         end = _record(name, [arguments[0] for arguments in calls]) if _profiling() else None
-        if now or not calls:
-            for arguments in calls:
-                verb(*arguments, timeout_s=timeout_s)
-            if end is not None:
-                end()
-            return Work((), outputs)
-        return Work([verb(*arguments, async_op=True, timeout_s=timeout_s) for arguments in calls], outputs, end)
+        handles: list[Handle] = []
+        copies: list[Copies] = []
+        for arguments in calls:
+            try:
+                handle = _call(verb, arguments, not now, timeout_s)
+            except (TypeError, ValueError) as error:
+                handle, copied = _again(name, verb, arguments, outputs, timeout_s, error, end)
+                copies.append(copied)
+            if handle is not None:
+                handles.append(handle)
+        if end is not None and not handles:
+            end()
+        work = Work(handles, outputs, end if handles else None, copies)
+        if self._batch is not None:
+            self._batch.append(work)
+        return work
 
     def _mail(self, name: str, verb: Callable[..., Any], tensor: Tensor, peer: int | None, tag: int) -> Work:
         end = _record(name, [tensor]) if _profiling() else None
-        handle: Handle = verb(tensor, peer, tag, async_op=True, timeout_s=self._timeout_s)
+        try:
+            if tag < 0:
+                raise ValueError("Tag must be nonnegative")  # others are ours, see monitored_barrier
+            handle: Handle = _call(verb, (tensor, peer, tag), True, self._timeout_s)
+        except (TypeError, ValueError) as error:
+            if end is not None:
+                end()
+            raise refusals.refusal(name, (tensor,), error) from None
         work = Work((handle,), [tensor], end)
         if self._batch is not None:
             self._batch.append(work)
@@ -384,45 +429,125 @@ class ProcessGroupUnisono(dist.ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> Work:
         works, self._batch = self._batch or [], None
-        return Work([handle for work in works for handle in work._handles], [work._outputs for work in works])
+        return Work(
+            [handle for work in works for handle in work._handles],
+            [work._outputs for work in works],
+            copies=[copies for work in works for copies in work._copies],
+        )
 
 
-def create(opts: Any, backend_options: Any = None) -> ProcessGroupUnisono:
-    """Makes the group that init_process_group and new_group ask for."""
-    _refuse_other_devices()
+if groups.PYTHON_BACKENDS:
+
+    class BackendUnisono(Face, Backend):
+        """Unisono as the CPU backend inside of a C++ process group, which may have others for other devices."""
+
+        supports_splitting = False
+
+        def __init__(self, group: Group, store: Store | None = None) -> None:
+            Backend.__init__(self, group.rank, group.size)
+            self._begin(group, store)
+
+        def start_coalescing(self) -> None:
+            self._start_coalescing(_CPU)
+
+        def end_coalescing(self) -> Work:
+            return self._end_coalescing(_CPU)
+
+    keep_uncompiled(BackendUnisono)
+
+
+class ProcessGroupUnisono(Face, dist.ProcessGroup):
+    """A torch process group on a unisono :class:`Group`, its attribute ``unisono_group``; see :class:`Face`."""
+
+    def __init__(self, group: Group, store: Store | None = None) -> None:
+        dist.ProcessGroup.__init__(self, group.rank, group.size)  # type: ignore[call-arg]
+        self._begin(group, store)
+        if groups.PYTHON_BACKENDS:
+            # C++ code that asks for the backend inside finds one, which does the same.
+            self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+            self._register_backend(_CPU, dist.ProcessGroup.BackendType.CUSTOM, BackendUnisono(group, store))
+
+
+def create(opts: Any, backend_options: Any = None) -> Face:
+    """Makes the group that init_process_group and new_group ask for, or the CPU backend of one with other devices."""
+    others = _other_devices()
+    if others and not groups.PYTHON_BACKENDS:
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot combine unisono with {others} in one group: it would silently drop the "
+            'latter.\n  Make two groups: init_process_group("unisono") for CPU tensors, and new_group(backend=…) for '
+            "the others"
+        )
     size = opts.group_size
     group = Group.from_store(
         opts.store, opts.group_rank, size, name=opts.group_id or "0", timeout_s=opts.timeout.total_seconds()
     )
     group.ranks = list(opts.global_ranks_in_group) or list(range(size))
-    return ProcessGroupUnisono(group, opts.store)
+    return BackendUnisono(group, opts.store) if others else ProcessGroupUnisono(group, opts.store)
 
 
-def _refuse_other_devices() -> None:
-    """torch 2.13 puts a group written in Python in the place of all backends of a "cpu:unisono,cuda:nccl", silently."""
+def _other_devices() -> str:
+    """Devices and their backends beside unisono in the group that torch is making, such as '"cuda:nccl"'.
+
+    torch tells a backend nothing of the others, and puts a process group written in Python in the place of all of them.
+    """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
         if frame.f_back is None:
-            return
+            return ""
         frame = frame.f_back
     config = frame.f_locals.get("backend_config")
     if config is None:
-        return
+        return ""
     others = {d: str(b) for d, b in config.get_device_backend_map().items() if str(b) != "unisono"}
-    if others:
-        named = ", ".join(f'"{device}:{backend}"' for device, backend in others.items())
-        raise RuntimeError(
-            f"torch {torch.__version__} cannot combine unisono with {named} in one group: it would silently drop the "
-            'latter.\n  Make two groups: init_process_group("unisono") for CPU tensors, and new_group(backend=…) for '
-            "the others"
-        )
+    return ", ".join(f'"{device}:{backend}"' for device, backend in others.items())
+
+
+def _again(
+    name: str,
+    verb: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    outputs: Any,
+    timeout_s: float,
+    error: Exception,
+    end: Callable[[], None] | None,
+) -> tuple[Handle, Copies]:
+    """Makes a call that was refused with contiguous copies, if there is something to copy; else torch's error."""
+    copies = Copies(arguments, flat(outputs))
+    if copies:
+        try:
+            return verb(*copies.arguments, async_op=True, timeout_s=timeout_s), copies
+        except (TypeError, ValueError) as second:
+            error = second
+    if end is not None:
+        end()
+    raise refusals.refusal(name, arguments, error) from None
+
+
+def _call(verb: Callable[..., Any], arguments: tuple[Any, ...], async_op: bool, timeout_s: float) -> Any:
+    try:
+        return verb(*arguments, async_op=async_op, timeout_s=timeout_s)
+    except ValueError:
+        # The result of a functional collective that nobody has used yet has no memory of its own.
+        settled = tuple(_settled(argument) for argument in arguments)
+        if all(a is b for a, b in zip(settled, arguments, strict=True)):
+            raise
+        return verb(*settled, async_op=async_op, timeout_s=timeout_s)
+
+
+def _settled(argument: Any) -> Any:
+    """Waits for the results of functional collectives in an argument and puts the tensors in their place."""
+    if isinstance(argument, AsyncCollectiveTensor):
+        return argument.trigger_wait()  # type: ignore[no-untyped-call]
+    if isinstance(argument, (list, tuple)) and any(isinstance(part, AsyncCollectiveTensor) for part in argument):
+        return [_settled(part) for part in argument]
+    return argument
 
 
 def _one(tensors: Any) -> Tensor:
     if isinstance(tensors, Tensor):
         return tensors
     if len(tensors) != 1:
-        raise ValueError(f"Expected a list of one tensor, got {len(tensors)}")
+        raise refusals.not_one_tensor(len(tensors))
     tensor: Tensor = tensors[0]
     return tensor
 
@@ -463,4 +588,5 @@ def _record(name: str, arguments: Sequence[Any]) -> Callable[[], None]:
     return lambda: torch.autograd._record_function_with_args_exit(record)  # type: ignore[attr-defined]
 
 
+keep_uncompiled(Face, Work)
 dist.Backend.register_backend("unisono", create, extended_api=True, devices=["cpu"])

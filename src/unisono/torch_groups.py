@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from . import groups
 from .groups import GroupLike
-from .torch_backend import ProcessGroupUnisono
+from .torch_backend import Face
 
 
 def split_group(
@@ -32,6 +33,7 @@ def split_group(
         unisono.split_group(None, [[0, 2], [1, 3]])   ->  two groups of two
     """
     parent = _unisono_group(parent_pg, "split_group")
+    parent_group = cast(ProcessGroup, groups.resolve(parent_pg))
     if not split_ranks:
         raise ValueError("split_ranks cannot be None or empty")
     listed = [rank for ranks in split_ranks for rank in ranks]
@@ -49,7 +51,7 @@ def split_group(
         store=child.get_group_store(),  # type: ignore[arg-type]
         group_name=child.group_name,  # type: ignore[arg-type]
         backend_config="cpu:unisono",
-        rank_mapping={dist.get_global_rank(parent, rank): i for i, rank in enumerate(mine)},
+        rank_mapping={dist.get_global_rank(parent_group, rank): i for i, rank in enumerate(mine)},
     )
     return child
 
@@ -59,8 +61,9 @@ def monitored_barrier(group: GroupLike = None, timeout: timedelta | None = None,
     _unisono_group(group, "monitored_barrier").monitored_barrier(timeout, wait_all_ranks)
 
 
-def _unisono_group(group: GroupLike, function: str) -> ProcessGroupUnisono:
+def _unisono_group(group: GroupLike, function: str) -> Face:
     found = groups.resolve(group)
-    if not isinstance(found, ProcessGroupUnisono):
+    face = groups.face(found)
+    if face is None:
         raise TypeError(f"{function} takes a process group of backend unisono, got {found!r}")
-    return found
+    return face  # type: ignore[no-any-return]

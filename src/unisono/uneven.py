@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from .compositions import composition_of
 from .group import Group, _reduce_op
-from .groups import GroupLike, find, native
+from .groups import GroupLike, face, find, native
 from .handle import Handle
 from .splits import SplitsLike, check_exchange, check_whole_and_part, refuse_splits_of
 from .tracing import flat, group_name, is_traced, numbers, op_name, untraced
@@ -197,7 +197,7 @@ def run_all_to_all(
 
 def work_of(group: ProcessGroup | Group, handle: Handle, output: Tensor) -> Any:
     """What an asynchronous call on a unisono group returns: a torch Work on a process group, the Handle on a Group."""
-    make = getattr(group, "work_of", None)
+    make = getattr(face(group), "work_of", None)
     return handle if make is None else make(handle, output)
 
 

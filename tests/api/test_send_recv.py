@@ -201,3 +201,28 @@ def _wait_then_send(group):
 @pytest.mark.parametrize("size", [2])
 def test_a_handle_waits_for_its_own_call_only(pool, size):
     pool.run(_wait_then_send)
+
+
+def _waiting_in_order(group, rounds, count):
+    """Receives that wait for the same sender and tag get its messages in the order in which they were posted."""
+    wrong = []
+    for i in range(rounds):
+        outputs = [torch.zeros(count) for _ in range(6)]
+        if group.rank == 0:
+            for k in range(6):
+                group.send(torch.full((count,), float(k)), 1)
+        elif group.rank == 1:
+            sources = [0, None, 0, 0, None, None] if i % 2 else [0] * 6
+            handles = [group.recv(t, s, async_op=True) for t, s in zip(outputs, sources, strict=True)]
+            for handle in handles:
+                handle.wait(30)
+            if [t[0].item() for t in outputs] != [0, 1, 2, 3, 4, 5]:
+                wrong.append((i, [t[0].item() for t in outputs]))
+        group.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize("count", [1, 20_000])
+@pytest.mark.parametrize("size", [2])
+def test_receives_that_wait_are_served_in_order(pool, size, count):
+    assert pool.run(_waiting_in_order, 300, count) == [[], []]

@@ -26,11 +26,44 @@ def _making(group):
     assert unisono.zeros(2).dtype == torch.get_default_dtype()
     c = unisono.empty_like(torch.ones(2, 3, dtype=torch.float16))
     assert (c.shape, c.dtype) == ((2, 3), torch.float16) and unisono.is_shared(c)
+    for other in (
+        torch.ones(4, 3).t(),
+        torch.ones(6)[::2],
+        torch.ones(()),
+        torch.ones(3, 0, 2),
+        torch.ones(1).expand(5),
+    ):
+        made = unisono.empty_like(other)
+        assert made.shape == other.shape and made.is_contiguous()
+        assert unisono.is_shared(made) or not made.numel()
+    for dtype in (torch.float8_e5m2, torch.complex64, torch.bool, torch.uint32):
+        assert unisono.empty_like(torch.zeros(2, 2, dtype=dtype)).dtype == dtype
     assert unisono.empty(0).numel() == 0
     assert unisono.empty(()).shape == () or unisono.empty().shape == ()
     for dtype in (torch.bool, torch.uint16, torch.complex128, torch.float8_e4m3fn):
         assert unisono.zeros(7, dtype=dtype).dtype == dtype
     assert a.data_ptr() % 64 == 0, "a heap tensor starts on a cache line"
+
+
+def _small_blocks(group):
+    """Small blocks come back at once and never twice; what lives keeps its bytes."""
+    sizes = [1, 100, 128, 129, 1000, 4096, 4097, 5000]
+    alive = {}
+    for turn in range(2000):
+        size = sizes[turn * 7 % len(sizes)]
+        t = unisono.empty(size, dtype=torch.uint8).fill_(turn % 251)
+        for start, other in alive.items():
+            assert t.data_ptr() + size <= start or start + other[0].numel() <= t.data_ptr(), "two own one byte"
+        alive[t.data_ptr()] = t, turn % 251
+        if len(alive) > 20:
+            start = list(alive)[turn * 13 % len(alive)]
+            old, value = alive.pop(start)
+            assert old.unique().tolist() == [value]
+            del old
+    del t
+    before = unisono._core.heap_usage()["in_use"]
+    alive.clear()
+    assert unisono._core.heap_usage()["in_use"] < before
 
 
 def _recognising(group):
@@ -124,7 +157,7 @@ def _bad_arguments(group):
 
 
 @pytest.mark.parametrize("size", [2])
-@pytest.mark.parametrize("what", [_making, _recognising, _moving, _reusing, _too_much, _bad_arguments])
+@pytest.mark.parametrize("what", [_making, _recognising, _moving, _reusing, _small_blocks, _too_much, _bad_arguments])
 def test_tensors(pool, size, what):
     pool.run(what)
 

@@ -5,6 +5,8 @@
 // mappings of the same page would be invisible. There are no sockets here: deaths are tested with real processes.
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
+#include <future>
 #include <random>
 #include <thread>
 
@@ -295,6 +297,39 @@ void test_in_flight(int size) {
   });
 }
 
+// A callback that waits, not by Engine::wait but by a condition of its own, for a call asked for in that callback, and
+// so on; then one that waits for a call asked for before it ran.
+void test_callbacks_that_wait(int size) {
+  auto engines = make_engines(size, size > 2);
+  on_all_ranks(engines, [&](Engine& engine, int me) {
+    auto barrier = [&](std::function<void()> on_done) {
+      auto ticket = std::make_shared<Ticket>();
+      ticket->call.verb = Verb::barrier;
+      ticket->on_done = std::move(on_done);
+      engine.submit(ticket);
+      return ticket;
+    };
+    for (int depth : {1, 3}) {
+      std::function<void(int)> nest = [&](int left) {
+        std::promise<void> over;
+        barrier([&] {
+          if (left) nest(left - 1);
+          over.set_value();
+        });
+        expect(over.get_future().wait_for(std::chrono::seconds(20)) == std::future_status::ready, "nested", me, left);
+      };
+      nest(depth);
+    }
+    std::promise<void> second, both;
+    barrier([&] {
+      expect(second.get_future().wait_for(std::chrono::seconds(20)) == std::future_status::ready, "earlier", me);
+      both.set_value();
+    });
+    barrier([&] { second.set_value(); });
+    expect(both.get_future().wait_for(std::chrono::seconds(40)) == std::future_status::ready, "both", me);
+  });
+}
+
 void test_giving_up(int size) {
   auto engines = make_engines(size, false);
   on_all_ranks(engines, [&](Engine& engine, int me) {
@@ -339,6 +374,8 @@ int main() {
   for (int size : {1, 2, 3, 5}) test_programs(size, size > 2, 60);
   test_in_flight(2);
   test_in_flight(3);
+  test_callbacks_that_wait(2);
+  test_callbacks_that_wait(3);
   test_giving_up(3);
   test_mismatch_and_timeout(3);
   std::printf("%d passed, %d failed\n", passed.load(), failed.load());

@@ -1,0 +1,11 @@
+"""`unisono bench`: collectives measured as nccl-tests does, against the memory's limit and against peers, in one run.
+
+    python -m unisono.cli bench all_reduce -b 8 -e 64M -f 8 -n 2
+
+Who imports whom: command > scaling, targets > table > ranks, rows > contenders > jobs, gloo_calls > apart. What is in
+`apart` also runs in the peers' environments.
+"""
+
+from .command import main
+
+__all__ = ["main"]

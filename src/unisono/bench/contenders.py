@@ -1,0 +1,144 @@
+"""Who takes part in a row inside unisono's own ranks: unisono by each way of calling and kind of memory, and gloo.
+
+Every rank makes the same list in the same order. What is refused, by all ranks alike, is lacking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+import unisono
+
+from .apart.cases import Case, Lacking
+from .apart.turns import Call, timed
+from .gloo_calls import gloo_calls
+from .jobs import Job
+from .matmul_jobs import MatmulJob
+
+if TYPE_CHECKING:
+    from unisono.group import Group
+
+KINDS = ("heap", "ordinary")
+WAYS = ("group", "dist", "comm_func", "uneven")
+LIMIT = "limit"
+
+
+@dataclass(frozen=True)
+class Order:
+    """How long and against whom a row is measured."""
+
+    kinds: tuple[str, ...] = KINDS
+    ways: tuple[str, ...] = ("group",)
+    gloo: bool = True
+    check: bool = True
+    rounds: int | None = None  # None: as many as fit into `seconds`, at least 15
+    seconds: float = 0.6
+
+
+@dataclass
+class Contender:
+    """One way to do the case on this rank."""
+
+    name: str  # as in the table: "heap", "dist ordinary", "gloo"
+    variant: str
+    call: Call
+    align: Call  # a barrier of the same library, so that the ranks start together
+    count_wrong: Callable[[object], int]
+    fill: Call
+    ours: bool = False  # the Group's own methods: what they refuse is a fault, not a lack
+
+    def check(self) -> int:
+        self.fill()
+        self.align()
+        return self.count_wrong(self.call())
+
+    def run(self, warmup: int, calls: int) -> float:
+        """Seconds per call on this rank."""
+        for _ in range(warmup):
+            self.call()
+        self.align()
+        return timed(self.call, calls)
+
+
+@dataclass
+class Groups:
+    """The groups that this rank is in."""
+
+    direct: Group
+    gloo: Any = None
+    backend: Any = None  # a ProcessGroup of the unisono backend
+    backend_lacks: str = ""
+
+
+def contenders_of(groups: Groups, case: Case, order: Order) -> tuple[list[Contender], dict[str, str], list[Job]]:
+    """The list, what is lacking by name, and the jobs whose tensors are to be cleared before timing."""
+    if case.op == "matmul_all_reduce":
+        found, lacks = _matmul_contenders(groups, case, order)
+        return found, lacks, []
+    found, lacks = [], {}
+    jobs = {
+        kind: Job.make(case, groups.direct.rank, unisono.empty if kind == "heap" else torch.empty)
+        for kind in order.kinds
+    }
+    for way in order.ways:
+        for kind, job in jobs.items():
+            name = kind if way == "group" else f"{way} {kind}"
+            try:
+                call = _call(job, way, groups)
+            except Lacking as why:
+                lacks[name] = str(why)
+                continue
+            found.append(_contender(name, "", call, groups.direct.barrier, job, way == "group"))
+    if order.gloo:
+        job = jobs.get("ordinary") or Job.make(case, groups.direct.rank, torch.empty)
+        jobs.setdefault("ordinary", job)
+        try:
+            for variant, call in gloo_calls(job, groups.gloo).items():
+                found.append(_contender("gloo", variant, call, _gloo_barrier(groups), job))
+        except Lacking as why:
+            lacks["gloo"] = str(why)
+    return found, lacks, list(jobs.values())
+
+
+def _call(job: Job, way: str, groups: Groups) -> Call:
+    if way == "dist" and groups.backend is None:
+        raise Lacking(groups.backend_lacks or "no process group on the unisono backend")
+    return job.call(way, groups.direct, groups.backend)
+
+
+def _contender(name: str, variant: str, call: Call, align: Call, job: Job, ours: bool = False) -> Contender:
+    return Contender(name, variant, call, align, job.count_wrong, job.fill, ours)
+
+
+def _gloo_barrier(groups: Groups) -> Call:
+    return lambda: dist.barrier(group=groups.gloo)
+
+
+def _matmul_contenders(groups: Groups, case: Case, order: Order) -> tuple[list[Contender], dict[str, str]]:
+    lacks: dict[str, str] = {}
+    found: list[Contender] = []
+    try:
+        job = MatmulJob(case, groups.direct.rank)
+    except Lacking as why:
+        return [], dict.fromkeys(order.kinds, str(why))
+
+    def add(name: str, variant: str, call: Call, align: Call) -> None:
+        check = (lambda _: 0) if name == LIMIT else job.count_wrong
+        found.append(Contender(name, variant, call, align, check, lambda: None))
+
+    barrier = groups.direct.barrier
+    try:
+        add("fused", "", job.fused(groups.direct), barrier)
+    except Lacking as why:
+        lacks["fused"] = str(why)
+    for kind in order.kinds:
+        add(kind, "mm, then all_reduce", job.in_two_steps(getattr(job, kind), groups.direct), barrier)
+    if order.gloo:
+        add("gloo", "mm, then all_reduce", job.on_gloo(groups.gloo), _gloo_barrier(groups))
+    add(LIMIT, "the matmul alone", job.alone(), barrier)
+    return found, lacks

@@ -1,0 +1,124 @@
+"""Which rows a run has: sizes, splits and operations from the command line to cases."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from .apart.cases import ITEM_BYTES, MATMUL_N, OPS, Case
+
+UNEVEN_SPLITS = ("1:3", "1:15", "0:1", "zipf")
+# Names on the command line that stand for an operation at splits of their own.
+ALIASES = {"all_gather_uneven": "all_gather", "reduce_scatter_uneven": "reduce_scatter"}
+DEFAULT_OPS = ("all_reduce", "all_gather", "all_gather_uneven", "reduce_scatter", "reduce_scatter_uneven", "barrier")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One row to be measured."""
+
+    case: Case
+    split: str
+    ways: tuple[str, ...] = ("group",)
+
+    @property
+    def table(self) -> tuple[str, str, int, str]:
+        """Rows with the same stand under one head."""
+        return self.case.op, self.split, self.case.ranks, self.case.dtype
+
+
+def parse_bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+)([kKmMgG]?)(?:i?[bB])?", text)
+    if not found or int(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"expected bytes such as 8, 64K, 256M, got {text!r}")
+    return int(found[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[found[2].lower()]
+
+
+def parse_ranks(text: str) -> list[int]:
+    try:
+        ranks = [int(part) for part in text.split(",")]
+    except ValueError:
+        ranks = []
+    if not ranks or min(ranks) < 1:
+        raise argparse.ArgumentTypeError(f"expected rank counts such as 2 or 2,4,8, got {text!r}")
+    return ranks
+
+
+def parse_splits(text: str) -> list[str]:
+    splits = text.split(",")
+    for split in splits:
+        if split in ("even", "zipf"):
+            continue
+        if not re.fullmatch(r"\d+(:\d+)*", split):
+            raise argparse.ArgumentTypeError(f"expected even, zipf, or weights such as 1:3 or 0:1, got {split!r}")
+        if not any(int(part) for part in split.split(":")):
+            raise argparse.ArgumentTypeError(f"at least one weight must be above 0, got {split!r}")
+    return splits
+
+
+def split_counts(count: int, split: str, ranks: int) -> tuple[int, ...]:
+    """Elements per rank; weights repeat when there are more ranks, zipf gives rank r one part in r + 1.
+
+    >>> split_counts(8, "1:3", 2), split_counts(11, "zipf", 3)
+    ((2, 6), (6, 3, 2))
+    """
+    if split == "zipf":
+        weights = [1.0 / (r + 1) for r in range(ranks)]
+    else:
+        parts = [1.0] if split == "even" else [float(part) for part in split.split(":")]
+        weights = [parts[r % len(parts)] for r in range(ranks)]
+    if not any(weights):
+        weights[-1] = 1.0
+    total = sum(weights)
+    bounds = [int(count * sum(weights[:r]) / total + 0.5) for r in range(ranks)] + [count]
+    return tuple(last - first for first, last in pairwise(bounds))
+
+
+def sizes_between(least: int, most: int, factor: int) -> list[int]:
+    """As nccl-tests: from `least`, times `factor`, up to `most`."""
+    sizes = [least]
+    while sizes[-1] * factor <= most:
+        sizes.append(sizes[-1] * factor)
+    return sizes
+
+
+def op_names() -> list[str]:
+    """All names that may stand on the command line."""
+    return [*OPS, *ALIASES]
+
+
+def make_case(op: str, size: int, split: str, ranks: int, dtype: str, redop: str) -> Case:
+    """The case nearest to a size: whole elements, equal chunks where the split is even, whole rows of a matmul."""
+    count = max(size // ITEM_BYTES[dtype], 1)
+    if op == "barrier":
+        return Case(op, 0, (0,) * ranks, dtype, redop)
+    if op == "matmul_all_reduce":
+        count = max(count // MATMUL_N, 1) * MATMUL_N
+    elif OPS[op].cut and split == "even":
+        count = -(-count // ranks) * ranks
+    return Case(op, count, split_counts(count, split if OPS[op].cut else "even", ranks), dtype, redop)
+
+
+def make_items(
+    ops: Sequence[str],
+    sizes: Sequence[int],
+    splits: Sequence[str] | None,
+    ranks: int,
+    dtype: str = "float32",
+    redop: str = "sum",
+    ways: tuple[str, ...] = ("group",),
+) -> list[Item]:
+    """The rows of a run on `ranks` ranks, each once, table by table."""
+    found: dict[Item, None] = {}
+    for name in ops:
+        op = ALIASES.get(name, name)
+        if op.startswith("p2p") and ranks < 2:
+            continue
+        chosen = splits or (UNEVEN_SPLITS if name in ALIASES else ("even",))
+        for split in chosen if OPS[op].cut else ("-",):
+            for size in sizes if op != "barrier" else [0]:
+                found[Item(make_case(op, size, split, ranks, dtype, redop), split, ways)] = None
+    return list(found)

@@ -1,0 +1,121 @@
+"""Who takes part: MindSpore's names for making groups and asking about ranks, on torch process groups."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from .. import groups
+from ..group import Group
+from ..groups import GroupLike
+from .arguments import global_ranks, group_rank, member, numbers
+
+
+class GlobalComm:
+    """MindSpore's facts about the group of all ranks: its name, which any ``group`` argument takes, and its backend."""
+
+    WORLD_COMM_GROUP = "hccl_world_group"
+    BACKEND = "unisono"
+
+
+def init(backend_name: str | None = None) -> None:
+    """Makes the default group, on the unisono backend unless told; does nothing if there is one.
+
+    MindSpore's own name for its CPU backend, "mccl", means unisono too.
+    """
+    if dist.is_initialized():
+        return
+    if backend_name in (None, "unisono", "mccl"):
+        groups.default_group()
+    else:
+        dist.init_process_group(backend_name)
+
+
+def create_group(group: str, rank_ids: Sequence[int]) -> None:
+    """Makes a group of some of the default group's ranks, in the order given, to be used by its name.
+
+    Its members call it together; other ranks may call it too, and are not in the group then.
+    """
+    if not isinstance(group, str):
+        raise TypeError(f"The argument 'group' must be type of string, but got 'group' type : {type(group)}.")
+    if not isinstance(rank_ids, (list, tuple)) or not all(isinstance(r, int) for r in rank_ids):
+        raise TypeError(f"The argument 'rank_ids' must be a list of int, but got {rank_ids!r}.")
+    if not rank_ids or len(set(rank_ids)) != len(rank_ids):
+        raise ValueError(f"The argument 'rank_ids' must be different ranks, but got {list(rank_ids)}.")
+    if group in groups.WORLD_NAMES or groups.is_known(group):
+        raise ValueError(f"The group {group!r} exists already.")
+    world = groups.default_group()
+    outside = [r for r in rank_ids if not 0 <= r < world.size()]
+    if outside:
+        raise ValueError(f"The argument 'rank_ids' must be from 0 to {world.size() - 1}, but got {outside}.")
+    if world.rank() not in rank_ids:
+        groups.remember(group, None)
+        return
+    made = dist.new_group(list(rank_ids), use_local_synchronization=True, group_desc=group, sort_ranks=False)
+    groups.remember(group, made)
+
+
+def destroy_group(group: str) -> None:
+    """Gives a group up that :func:`create_group` made."""
+    if not isinstance(group, str):
+        raise TypeError(f"The argument 'group' must be type of string, but got 'group' type : {type(group)}.")
+    if group in groups.WORLD_NAMES:
+        raise ValueError(f"The group {group!r} is the default group; torch.distributed.destroy_process_group ends it.")
+    found = groups.resolve(group)
+    groups.forget(group)
+    if isinstance(found, Group):
+        found.close()
+    elif found is not None:
+        dist.destroy_process_group(found)
+
+
+def get_rank(group: GroupLike = None) -> int:
+    """This process's rank in the group."""
+    return numbers(member("get_rank", group))[0]
+
+
+def get_group_size(group: GroupLike = None) -> int:
+    """The number of ranks in the group."""
+    return numbers(member("get_group_size", group))[1]
+
+
+def get_local_rank(group: GroupLike = None) -> int:
+    """This process's number among the group's ranks on its host."""
+    found = member("get_local_rank", group)
+    here = _on_this_host(found)
+    return here.index(global_ranks(found)[numbers(found)[0]])
+
+
+def get_local_rank_size(group: GroupLike = None) -> int:
+    """The number of the group's ranks on this process's host."""
+    return len(_on_this_host(member("get_local_rank_size", group)))
+
+
+def get_world_rank_from_group_rank(group: GroupLike, group_rank_id: int) -> int:
+    """The global rank of a rank of the group."""
+    ranks = global_ranks(member("get_world_rank_from_group_rank", group))
+    if not 0 <= group_rank_id < len(ranks):
+        raise ValueError(f"argument 'group_rank_id' must be from 0 to {len(ranks) - 1}, got {group_rank_id}")
+    return ranks[group_rank_id]
+
+
+def get_group_rank_from_world_rank(world_rank_id: int, group: GroupLike) -> int:
+    """The rank in the group of a process given by its global rank."""
+    return group_rank("get_group_rank_from_world_rank", "world_rank_id", world_rank_id, group)
+
+
+def get_process_group_ranks(group: GroupLike = None) -> list[int]:
+    """The global ranks of the group's members, by group rank."""
+    return list(global_ranks(member("get_process_group_ranks", group)))
+
+
+def _on_this_host(found: dist.ProcessGroup | Group) -> list[int]:
+    """The global ranks of those members that share this process's host; torchrun numbers hosts one after another."""
+    ranks = list(global_ranks(found))
+    if groups.native(found) is not None:
+        return ranks  # a unisono group is on one host
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or dist.get_world_size()
+    mine = ranks[numbers(found)[0]] // per_host
+    return [r for r in ranks if r // per_host == mine]

@@ -1,0 +1,119 @@
+"""Messages between two ranks, one by one or in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..groups import GroupLike
+from ..handle import Handle
+from . import launch
+from .arguments import group_rank, member, no_tensor
+
+
+def send(tensor: Tensor, dst: int = 0, group: GroupLike = None, tag: int = 0) -> None:
+    """Sends a tensor to the rank ``dst`` (a global rank), which receives it with the same tag."""
+    if not isinstance(tensor, Tensor):
+        no_tensor("send", tensor)
+    launch.send(member("send", group), tensor, group_rank("send", "dst", dst, group), tag, False)
+
+
+def isend(tensor: Tensor, dst: int = 0, group: GroupLike = None, tag: int = 0) -> Handle:
+    """Begins to send a tensor; it must stay as it is until the handle is complete."""
+    if not isinstance(tensor, Tensor):
+        no_tensor("isend", tensor)
+    handle = launch.send(member("isend", group), tensor, group_rank("isend", "dst", dst, group), tag, True)
+    assert handle is not None
+    return handle
+
+
+def recv(tensor: Tensor, src: int = 0, group: GroupLike = None, tag: int = 0) -> Tensor:
+    """Receives a tensor from the rank ``src`` (a global rank); ``tensor`` says shape and dtype, and stays as it is."""
+    if not isinstance(tensor, Tensor):
+        no_tensor("recv", tensor)
+    return launch.recv(member("recv", group), tensor, group_rank("recv", "src", src, group), tag, False)[0]
+
+
+def irecv(tensor: Tensor, src: int = 0, group: GroupLike = None, tag: int = 0) -> tuple[Tensor, Handle]:
+    """Begins to receive a tensor; what is returned holds it when the handle is complete."""
+    if not isinstance(tensor, Tensor):
+        no_tensor("irecv", tensor)
+    out, handle = launch.recv(member("irecv", group), tensor, group_rank("irecv", "src", src, group), tag, True)
+    assert handle is not None
+    return out, handle
+
+
+class P2POp:
+    """One message of a batch.
+
+    ``op`` is "isend" or "irecv", or the function; ``tensor`` what to send or, for shape and dtype, what to receive;
+    to receive, a shape with ``recv_dtype`` will do. ``peer`` is a global rank.
+
+    >>> import torch
+    >>> from unisono import comm_func
+    >>> comm_func.P2POp("irecv", (2, 3), 1, recv_dtype=torch.float32)
+    P2POp(irecv, (2, 3), peer 1, tag 0)
+    """
+
+    def __init__(
+        self,
+        op: str | Callable[..., Any],
+        tensor: Tensor | tuple[int, ...],
+        peer: int,
+        group: GroupLike = None,
+        tag: int = 0,
+        *,
+        recv_dtype: torch.dtype | None = None,
+    ) -> None:
+        if not (isinstance(op, str) or callable(op)):
+            raise TypeError(f"op must be type of string or function, but got type of {type(op)}")
+        name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+        if name not in ("isend", "irecv"):
+            raise ValueError(f"Expected ``op`` to be of type ``isend`` or ``irecv``, but got {name}")
+        if not isinstance(tensor, (Tensor, tuple)):
+            raise TypeError(f"Expected ``tensor`` to be type of tuple or Tensor, but got {type(tensor)}.")
+        if not isinstance(peer, int):
+            raise TypeError(f"peer must be type of int, but got type of {type(peer)}")
+        if recv_dtype is not None and not isinstance(recv_dtype, torch.dtype):
+            raise TypeError(f"recv_dtype must be type of torch.dtype, but got type of {type(recv_dtype)}")
+        if isinstance(tensor, tuple):
+            if name == "isend":
+                raise TypeError("Expected ``tensor`` to be type of Tensor for isend, but got a shape")
+            if recv_dtype is None:
+                raise ValueError("'recv_dtype' of P2POp is None but op is 'irecv' and tensor is a tuple type.")
+        self.op = name
+        self.tensor = tensor
+        self.peer = peer
+        self.group = group
+        self.tag = tag
+        self.recv_dtype = recv_dtype
+
+    def __repr__(self) -> str:
+        shape = self.tensor if isinstance(self.tensor, tuple) else tuple(self.tensor.shape)
+        return f"P2POp({self.op}, {shape}, peer {self.peer}, tag {self.tag})"
+
+
+def batch_isend_irecv(p2p_op_list: list[P2POp]) -> tuple[Tensor, ...]:
+    """Sends and receives what the list says, all at once, and returns one tensor per entry: a 0 for what was sent."""
+    if not isinstance(p2p_op_list, list):
+        raise TypeError(f"p2p_op_list must be type of list, but got type of {type(p2p_op_list)}.")
+    if not p2p_op_list:
+        raise TypeError("p2p_op_list can not be empty list.")
+    for one in p2p_op_list:
+        if not isinstance(one, P2POp):
+            raise TypeError(f"must be type of P2POp, but got type of {type(one)}")
+    started: list[tuple[Tensor, Handle]] = []
+    for one in p2p_op_list:
+        where = (one.peer, one.group, one.tag)
+        if one.op == "irecv":
+            like = torch.empty(one.tensor, dtype=one.recv_dtype) if isinstance(one.tensor, tuple) else one.tensor
+            started.append(irecv(like, *where))
+        else:
+            assert isinstance(one.tensor, Tensor)
+            started.append((one.tensor.new_zeros(()), isend(one.tensor, *where)))
+    for _, handle in started:
+        handle.wait()
+    return tuple(tensor for tensor, _ in started)

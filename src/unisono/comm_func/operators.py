@@ -1,0 +1,176 @@
+"""The functional collectives as torch operators ``unisono::…``: for autograd, torch.compile and fake tensors.
+
+Eager calls without gradients do not come here. An operator names its group by a word that is looked up when it runs.
+Everything that a shape or a gradient depends on is an argument (rank, size, splits, root): compiled graphs are cached
+and shared between processes, so what is not in the arguments must not be in the graph.
+
+Gradients are those of the whole program: of the sum of all ranks' losses. Each backward is made of these operators, so
+it can be differentiated again. All ranks must take part in a backward as in the forward.
+
+    all_reduce sum    ->  all_reduce sum          broadcast  <->  reduce sum
+    all_gather       <->  reduce_scatter sum      scatter    <->  gather
+    all_to_all        ->  all_to_all, splits exchanged
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from ..groups import resolve
+from ..handle import Finished, Handle
+from . import launch
+from .arguments import numbers
+
+
+class _Wish(threading.local):
+    """Whether the operator that this thread is about to run is to be asynchronous, and then its handle."""
+
+    async_op = False
+    handle: Handle | None = None
+
+
+_wish = _Wish()
+
+
+def start(async_op: bool, name: str, operator: Callable[..., Tensor], *arguments: Any) -> tuple[Tensor, Handle | None]:
+    """Runs an operator. In a compiled graph it runs to its end there; the handle of such a call is complete."""
+    if not async_op:
+        return operator(*arguments), None
+    if torch.compiler.is_compiling():
+        out = operator(*arguments)
+        return out, Handle(Finished(), name, out)
+    _wish.async_op, _wish.handle = True, None
+    try:
+        out = operator(*arguments)
+        return out, _wish.handle or Handle(Finished(), name, out)  # a fake tensor's call has none
+    finally:
+        _wish.async_op, _wish.handle = False, None
+
+
+def _found(key: str, rank: int, size: int) -> Any:
+    """The group an operator was given, which must still be as it was when the graph was made."""
+    group = resolve(key or None)
+    if group is None:
+        raise RuntimeError(f"this process is not in the group {key!r} any more")
+    if numbers(group) != (rank, size):
+        now = numbers(group)
+        raise RuntimeError(
+            f"the call was compiled for rank {rank} of {size}, and the group is now seen by rank {now[0]} of {now[1]}; "
+            "compile again after a change of groups (torch.compiler.reset())"
+        )
+    return group
+
+
+def _kept(result: launch.Result) -> Tensor:
+    out, _wish.handle = result
+    return out
+
+
+# -- the operators
+
+
+@custom_op("unisono::all_reduce", mutates_args=())
+def all_reduce(tensor: Tensor, op: str, factor: float, rank: int, size: int, group: str) -> Tensor:
+    """Every rank: the ranks' tensors combined."""
+    return _kept(launch.all_reduce(_found(group, rank, size), tensor, op, factor, _wish.async_op))
+
+
+@custom_op("unisono::all_gather", mutates_args=())
+def all_gather(tensor: Tensor, splits: Sequence[int], rank: int, group: str) -> Tensor:
+    """Every rank: the ranks' rows behind one another; splits[r] of rank r."""
+    return _kept(launch.all_gather(_found(group, rank, len(splits)), tensor, splits, _wish.async_op))
+
+
+@custom_op("unisono::reduce_scatter", mutates_args=())
+def reduce_scatter(tensor: Tensor, splits: Sequence[int], op: str, factor: float, rank: int, group: str) -> Tensor:
+    """Rank r: its splits[r] rows of the ranks' tensors combined."""
+    where = _found(group, rank, len(splits))
+    return _kept(launch.reduce_scatter(where, tensor, splits, op, factor, _wish.async_op))
+
+
+@custom_op("unisono::reduce", mutates_args=())
+def reduce(tensor: Tensor, root: int, op: str, factor: float, rank: int, size: int, group: str) -> Tensor:
+    """Root: the ranks' tensors combined; others: a 0."""
+    return launch.reduce(_found(group, rank, size), tensor, root, op, factor)
+
+
+@custom_op("unisono::broadcast", mutates_args=())
+def broadcast(tensor: Tensor, root: int, rank: int, size: int, group: str) -> Tensor:
+    """Every rank: the root's tensor."""
+    return launch.broadcast(_found(group, rank, size), tensor, root)
+
+
+@custom_op("unisono::scatter", mutates_args=())
+def scatter(tensor: Tensor, root: int, rank: int, size: int, group: str) -> Tensor:
+    """Rank r: the r-th of equal shares of the root's rows."""
+    return launch.scatter(_found(group, rank, size), tensor, root, rank, size)
+
+
+@custom_op("unisono::gather", mutates_args=())
+def gather(tensor: Tensor, root: int, rank: int, size: int, group: str) -> Tensor:
+    """Root: the ranks' rows behind one another; others: a 0."""
+    return launch.gather(_found(group, rank, size), tensor, root, rank, size)
+
+
+@custom_op("unisono::all_to_all", mutates_args=())
+def all_to_all(
+    tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], rank: int, group: str
+) -> Tensor:
+    """Rank r: the rows that the others have for it, in their order."""
+    where = _found(group, rank, len(input_splits))
+    return _kept(launch.all_to_all(where, tensor, output_splits, input_splits, _wish.async_op))
+
+
+# -- their shapes
+
+
+def _like(tensor: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _rows(tensor: Tensor, rows: int) -> Tensor:
+    return tensor.new_empty((rows, *tensor.shape[1:]))
+
+
+def _nothing(tensor: Tensor) -> Tensor:
+    return tensor.new_empty(1)
+
+
+all_reduce.register_fake(_like)
+broadcast.register_fake(_like)
+
+
+@all_gather.register_fake
+def _(tensor: Tensor, splits: Sequence[int], rank: int, group: str) -> Tensor:
+    return _rows(tensor, sum(splits))
+
+
+@reduce_scatter.register_fake
+def _(tensor: Tensor, splits: Sequence[int], op: str, factor: float, rank: int, group: str) -> Tensor:
+    return _rows(tensor, splits[rank])
+
+
+@reduce.register_fake
+def _(tensor: Tensor, root: int, op: str, factor: float, rank: int, size: int, group: str) -> Tensor:
+    return _like(tensor) if rank == root else _nothing(tensor)
+
+
+@scatter.register_fake
+def _(tensor: Tensor, root: int, rank: int, size: int, group: str) -> Tensor:
+    return _rows(tensor, tensor.shape[0] // size)
+
+
+@gather.register_fake
+def _(tensor: Tensor, root: int, rank: int, size: int, group: str) -> Tensor:
+    return _rows(tensor, tensor.shape[0] * size) if rank == root else _nothing(tensor)
+
+
+@all_to_all.register_fake
+def _(tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], rank: int, group: str) -> Tensor:
+    return _rows(tensor, sum(output_splits))
