@@ -2,9 +2,9 @@
 
 Three operators on flat tensors, each the other's gradient: ``matmul_reduce`` (products, reduced over the ranks),
 ``reduce_values`` and ``gather_values``. Groups travel by name, since graphs hold no objects; rank and size are
-arguments beside it, since ranks may share the cache of compiled graphs and shapes depend on them. Gradients are products too, so
-they take the same way: float32 sums, one rounding, never torch's 16-bit matmul. Without gradients and outside of
-torch.compile, fused.py calls what is behind the operators directly; that saves about 30 µs.
+arguments beside it, since ranks may share the cache of compiled graphs and shapes depend on them. Gradients are
+products too, so they take the same way: float32 sums, one rounding, never torch's 16-bit matmul. Without gradients and
+outside of torch.compile, fused.py calls what is behind the operators directly; that saves about 30 µs.
 """
 
 from __future__ import annotations
