@@ -83,6 +83,15 @@ def collectives(rank):
     x = torch.zeros(4, device="npu")
     dist.all_reduce(x[1:3].fill_(one))
     same(x, torch.tensor([0.0, 3.0, 3.0, 0.0]))
+    # So are tensors with gaps, sync and async.
+    x = torch.zeros(2, 3, device="npu")
+    dist.all_reduce(x[:, 1].fill_(one))
+    same(x, torch.tensor([[0.0, 3.0, 0.0]] * 2))
+    work = dist.all_reduce(x.t()[1], async_op=True)
+    work.wait()
+    same(x, torch.tensor([[0.0, 6.0, 0.0]] * 2))
+    (output,) = work.result()
+    assert output.device.index == rank
 
 
 def messages(rank):
