@@ -5,15 +5,12 @@ import pathlib
 import subprocess
 import sys
 
-import pytest
-
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_moe_feed_forward(dtype):
+def test_moe_feed_forward():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["--local-addr=127.0.0.1", str(ROOT / "examples" / "moe_feed_forward.py"), "--dtype", dtype]
+    command += ["--local-addr=127.0.0.1", str(ROOT / "examples" / "moe_feed_forward.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     assert "on 2 ranks" in done.stdout

@@ -217,8 +217,10 @@ def compiled(group, kind, dynamic):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("kind", ["all_reduce", "grouped", "reduce_scatter", "all_gather"])
+KINDS = ("all_reduce", False), ("all_reduce", True), ("grouped", False), ("reduce_scatter", True), ("all_gather", True)
+
+
+@pytest.mark.parametrize("kind, dynamic", KINDS)
 @pytest.mark.parametrize("size", [2])
 def test_compile(pool, size, kind, dynamic):
     pool.run(compiled, kind, dynamic)
