@@ -30,7 +30,7 @@ def _install_and_import(group, folder, force):
             real.append(name)
         else:
             assert module.__unisono__
-    return names, real, [entry.rpartition(os.sep)[2] for entry in os.environ["PYTHONPATH"].split(os.pathsep)]
+    return names, real, [entry.rpartition(os.sep)[2] for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
 
 
 ALL = ["torch_npu", "mindspeed", "mindspore"]
