@@ -228,11 +228,14 @@ def all_gather_grouped_matmul(
 # -- the way of a call
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _seat(group: GroupLike) -> tuple[str, int, int]:
     """The group's name, this process's rank in it, and how many there are."""
     found = _members(group)
     return groups.name_of(found), *fused_run.rank_and_size(found)
+
+
+# torch.compile runs it while it traces; torch.compiler.assume_constant_result would import all of the compiler.
+setattr(_seat, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def _members(group: GroupLike) -> Any:
