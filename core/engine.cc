@@ -23,6 +23,8 @@ bool peers_are_done(Group& g) {
   return true;
 }
 
+constexpr std::chrono::milliseconds kSpareLife{100};  // how long a thread without the post stays
+
 thread_local Engine* serving = nullptr;  // the engine whose post this thread has, if it is a progress thread
 
 }  // namespace
@@ -131,6 +133,12 @@ void Engine::man_post() {
     needed_.notify_one();
     return;
   }
+  std::erase_if(threads_, [&](std::thread& thread) {
+    if (std::find(finished_.begin(), finished_.end(), thread.get_id()) == finished_.end()) return false;
+    thread.join();  // it has let go of the mutex for good
+    return true;
+  });
+  finished_.clear();
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);  // signals belong to Python's main thread
@@ -275,9 +283,12 @@ void Engine::end_pending() {
 bool Engine::take_post() {
   std::unique_lock lock(queue_mutex_);
   spare_++;
-  needed_.wait(lock, [&] { return stop_.load() || openings_; });
+  needed_.wait_for(lock, kSpareLife, [&] { return stop_.load() || openings_; });
   spare_--;
-  if (!openings_) return false;
+  if (!openings_) {
+    finished_.push_back(std::this_thread::get_id());
+    return false;
+  }
   openings_--;
   serving = this;
   return true;

@@ -49,7 +49,7 @@ class Engine {
   // The post: one progress thread at a time works through the queue. `manned_` and `openings_` are guarded by
   // queue_mutex_.
   void man_post();       // under queue_mutex_: sees to it that a thread has the post
-  bool take_post();      // waits for an opening; false: the group is closed
+  bool take_post();      // waits a while for an opening; false: there is none, the thread ends
   bool progress_once();  // false: nothing is left to do and the group is closed
   void progress();
   bool run_head(bool may_interrupt);  // false: nothing to run now. Takes run_mutex if it is free, and gives it back
@@ -69,9 +69,10 @@ class Engine {
   std::atomic<size_t> in_flight_{0};  // messages nobody may be waiting for
   std::atomic<bool> stop_{false};
   std::vector<std::thread> threads_;
-  bool manned_ = false;              // a thread has the post, or is on its way there
-  size_t openings_ = 0, spare_ = 0;  // posts offered to spare threads, and spare threads that wait for one
-  std::condition_variable needed_;   // openings_ or stop_ changed
+  std::vector<std::thread::id> finished_;  // those of threads_ that have ended, to be joined
+  bool manned_ = false;                    // a thread has the post, or is on its way there
+  size_t openings_ = 0, spare_ = 0;        // posts offered to spare threads, and spare threads that wait for one
+  std::condition_variable needed_;         // openings_ or stop_ changed
   bool closed_ = false;
   int generation_ = fork_generation();
 };
