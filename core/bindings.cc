@@ -11,6 +11,8 @@
 #include <nanobind/stl/vector.h>
 
 #include "arguments.h"
+#include "finish.h"
+#include "gemm.h"
 #include "join.h"
 #include "reduce.h"
 #include "tensors.h"
@@ -272,6 +274,64 @@ class Communicator {
     return finish(call, std::move(in.parts), std::move(out.parts), keep(output, input), timeout_s, async);
   }
 
+  // `words` say what differs in a mismatch; everything that must be equal on all ranks and is not checked by number is
+  // in `hash`.
+  nb::object matmul_reduce(nb::handle products, nb::handle output, int op, double scale, nb::handle residual,
+                           std::optional<std::vector<size_t>> counts, uint64_t hash, nb::handle words,
+                           double timeout_s) {
+    View in = view_tensor(products, "products"), out = view_tensor(output, "output");
+    Finish finish;
+    finish.out = out.dtype;
+    finish.scale = scale;
+    finish.out_count = out.count;
+    finish.hash = hash;
+    View extra = residual.is_none() ? View() : view_tensor(residual, "residual");
+    finish.has_residual = !residual.is_none();
+    finish.residual = extra.data;
+    size_t wanted = in.count;
+    if (counts) {
+      finish.counts = counts->data();
+      finish.spans = counts->size();
+      size_t all = 0;
+      wanted = 0;
+      for (size_t i = 0; i < counts->size(); i++) {
+        all += (*counts)[i];
+        if (i % static_cast<size_t>(size_) == static_cast<size_t>(rank_)) wanted += (*counts)[i];
+      }
+      if (all != in.count) throw nb::value_error("argument 'counts' must add up to the number of products");
+    }
+    if (wanted != out.count || (finish.has_residual && (extra.count != out.count || extra.dtype != out.dtype)))
+      throw nb::value_error(
+          "arguments 'output' and 'residual' must be of one dtype and have the elements this rank gets");
+    if (!finishing_exists(in.dtype, out.dtype, static_cast<RedOp>(op)))
+      throw nb::type_error("argument 'output' has no such reduction of 'products'");
+    auto hidden = [&](const std::byte* data, size_t n) { return n && !group().heap().holds(data); };
+    if (size_ > 1 &&
+        (hidden(in.data, in.count) || hidden(out.data, out.count) || (counts && hidden(extra.data, extra.count))))
+      throw nb::value_error("arguments 'products', 'output' and 'residual' must be in shared memory");
+    Call call;
+    call.verb = Verb::matmul_reduce;
+    call.dtype = in.dtype;
+    call.op = static_cast<RedOp>(op);
+    call.count = in.count;
+    call.in = in.data;
+    call.out = out.data;
+    call.finish = &finish;
+    call.timeout_ns = call_timeout_ns(timeout_s);
+    call.may_interrupt = true;
+    call.describe = [&] {
+      nb::gil_scoped_acquire gil;
+      return nb::cast<std::string>(words()) + "   " + site();
+    };
+    Code code;
+    {
+      nb::gil_scoped_release release;
+      code = engine_->run(call);
+    }
+    if (code != Code::ok) raise(call.failure, name(), rank_);
+    return nb::none();
+  }
+
   nb::object send(nb::handle tensor, nb::handle peer, nb::handle tag, double timeout_s, bool async) {
     return mail(tensor, correspondent(peer, "dst", async), whole_number(tag, "tag"), timeout_s, async, true);
   }
@@ -294,6 +354,7 @@ class Communicator {
   uint64_t calls() { return group().seq(); }
   bool crowded() { return group().facts().crowded; }
   uint64_t id() { return group().facts().id; }
+  size_t cache_bytes() { return group().facts().cache_bytes; }
   std::vector<int> pids() {
     std::vector<int> pids;
     for (int r = 0; r < size_; r++) pids.push_back(group().peer(r).pid);
@@ -553,6 +614,53 @@ nb::dict heap_usage() {
   return d;
 }
 
+// Products of pairs of matrices, one behind the other in c. A three-dimensional b is what pack_panels made.
+void multiply_pairs(nb::sequence a, nb::sequence b, const std::vector<size_t>& columns, nb::handle c,
+                    std::optional<nb::sequence> bias) {
+  View out = view_tensor(c, "c");
+  float* to = reinterpret_cast<float*>(out.data);
+  size_t left = out.count;
+  std::vector<Product> products;
+  for (size_t i = 0; i < columns.size(); i++) {
+    MatrixView x = view_matrix(nb::object(a[i]), "a");
+    Product p{x.rows, x.columns, columns[i], x.matrix, {}, false, to, columns[i], nullptr};
+    nb::object w = b[i];
+    if (nb::cast<int>(w.attr("ndim")) == 3) {
+      View panels = view_tensor(w, "b");
+      const size_t width = panel_columns(), count = (p.n + width - 1) / width;
+      if (panels.dtype != DType::f32 || panels.count != count * width * p.k)
+        throw nb::value_error("argument 'b' holds panels of another matrix or another processor");
+      p.b = {panels.data, DType::f32, 0, 1};
+      p.panels = true;
+    } else {
+      MatrixView y = view_matrix(w, "b");
+      if (y.rows != p.k || y.columns != p.n) throw nb::value_error("arguments 'a' and 'b' do not fit each other");
+      p.b = y.matrix;
+    }
+    if (bias) {
+      View row = view_tensor(nb::object((*bias)[i]), "bias");
+      if (row.dtype != DType::f32 || row.count != p.n) throw nb::value_error("argument 'bias' must be float32 of n");
+      p.bias = reinterpret_cast<const float*>(row.data);
+    }
+    if (out.dtype != DType::f32 || left < p.m * p.n) throw nb::value_error("argument 'c' must be float32 of all m * n");
+    left -= p.m * p.n;
+    to += p.m * p.n;
+    products.push_back(p);
+  }
+  nb::gil_scoped_release release;
+  for (const Product& p : products) multiply(p);
+}
+
+void pack_into(nb::handle b, nb::handle panels) {
+  MatrixView m = view_matrix(b, "b");
+  View out = view_tensor(panels, "panels");
+  const size_t width = panel_columns(), count = (m.columns + width - 1) / width;
+  if (out.dtype != DType::f32 || out.count != count * width * m.rows)
+    throw nb::value_error("argument 'panels' must be float32 of the panels' size");
+  nb::gil_scoped_release release;
+  pack_panels(m.matrix, m.rows, m.columns, reinterpret_cast<float*>(out.data));
+}
+
 template <class Enum>
 nb::dict numbers_of(const char* (*name)(Enum)) {
   nb::dict dict;
@@ -588,6 +696,9 @@ NB_MODULE(_core, m) {
     return false;
   });
   m.def("bury", &Pending::bury);
+  m.def("multiply", &multiply_pairs, "a"_a, "b"_a, "columns"_a, "c"_a, "bias"_a.none());
+  m.def("pack_panels", &pack_into);
+  m.def("panel_columns", &panel_columns);
   m.attr("VERBS") = numbers_of<Verb>(&verb_name);
   m.attr("OPS") = numbers_of<RedOp>(&redop_name);
   m.attr("DTYPES") = numbers_of<DType>(&dtype_name);
@@ -611,6 +722,7 @@ NB_MODULE(_core, m) {
       .def_prop_ro("calls", &Communicator::calls)
       .def_prop_ro("crowded", &Communicator::crowded)
       .def_prop_ro("id", &Communicator::id)
+      .def_prop_ro("cache_bytes", &Communicator::cache_bytes)
       .def_prop_ro("pids", &Communicator::pids)
       .def("rename", &Communicator::rename)
       .def("barrier", &Communicator::barrier)
@@ -629,6 +741,8 @@ NB_MODULE(_core, m) {
            "async"_a)
       .def("all_to_all", &Communicator::all_to_all, "output"_a, "input"_a, "output_counts"_a.none(),
            "input_counts"_a.none(), "timeout_s"_a, "async"_a)
+      .def("matmul_reduce", &Communicator::matmul_reduce, "products"_a, "output"_a, "op"_a, "scale"_a,
+           "residual"_a.none(), "counts"_a.none(), "hash"_a, "words"_a, "timeout_s"_a)
       .def("send", &Communicator::send)
       .def("recv", &Communicator::recv, "tensor"_a, "src"_a.none(), "tag"_a, "timeout_s"_a, "async"_a)
       .def("close", &Communicator::close)

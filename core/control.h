@@ -59,7 +59,8 @@ struct alignas(kLineBytes) Descriptor {
   uint64_t counts_hash;
   Place in, out;
   double factor;
-  uint64_t spare[4];
+  Place residual;
+  uint64_t spare[3];
 };
 static_assert(sizeof(Descriptor) == kLineBytes);
 

@@ -14,7 +14,7 @@ namespace {
 // Small inputs travel in a slot: one round, and no rank waits for another to leave. All-reduce reads every slot on
 // every rank, so its limit shrinks with the number of ranks.
 size_t slot_limit(Verb verb, int size) {
-  if (verb == Verb::all_reduce || verb == Verb::reduce)
+  if (verb == Verb::all_reduce || verb == Verb::reduce || verb == Verb::matmul_reduce)
     return std::clamp<size_t>((128 << 10) / static_cast<size_t>(size), 2048, kSlotBytes);
   return kSlotBytes;
 }
@@ -225,6 +225,7 @@ void Group::describe(Call& call, Descriptor& d) {
   if (call.verb == Verb::all_gather) d.count = hash_counts(call.out_parts, size);
   if (call.verb == Verb::reduce_scatter) d.count = hash_counts(call.in_parts, size);
   if (call.op == RedOp::premul_sum) d.factor = call.factor;
+  if (call.finish) d.counts_hash = call.finish->hash;
 
   size_t bytes = 0;
   if (gives_input(call, facts_.rank)) {
@@ -261,7 +262,9 @@ void Group::describe(Call& call, Descriptor& d) {
   bool counts_unknown = call.verb == Verb::all_to_all || call.verb == Verb::gather || call.verb == Verb::scatter;
   if (!call.out_parts && call.out && call.verb != Verb::barrier &&
       (d.input == Holder::place || counts_unknown || call.verb == Verb::broadcast))
-    d.out = locate(call.out, call.count * element);
+    d.out =
+        locate(call.out, call.finish ? call.finish->out_count * dtype_bytes(call.finish->out) : call.count * element);
+  if (call.finish) d.residual = locate(call.finish->residual, call.finish->out_count * dtype_bytes(call.finish->out));
   if ((call.in_parts || call.out_parts) && (d.input == Holder::place || counts_unknown)) {
     TableEntry* table = mine_.table(call.seq);
     d.has_table = 1;
@@ -281,11 +284,13 @@ Code Group::check(Call& call) {
   bool sums_differ = call.verb == Verb::all_to_all || call.verb == Verb::gather || call.verb == Verb::scatter;
   for (int r = 0; r < size; r++) {
     const Descriptor& d = peer(r).block.descriptor(call.seq);
-    if (key_of(d) == key && (sums_differ || d.count == mine.count)) continue;
+    const bool alike = call.verb != Verb::matmul_reduce || d.counts_hash == mine.counts_hash;
+    if (key_of(d) == key && alike && (sums_differ || d.count == mine.count)) continue;
     if (d.verb != mine.verb) return disagree(call, "the operation");
     if (d.dtype != mine.dtype) return disagree(call, "dtype");
     if (d.op != mine.op) return disagree(call, "the reduce operation");
     if (d.root != mine.root) return disagree(call, "the root");
+    if (!alike) return disagree(call, "the shapes or options");
     bool hashed = call.verb == Verb::all_gather || call.verb == Verb::reduce_scatter;
     return disagree(call, hashed ? "the counts" : "the number of elements");
   }

@@ -31,6 +31,18 @@ struct Part {
   size_t count;
 };
 
+// What matmul_reduce does beyond a reduction; see fused_verbs.cc.
+struct Finish {
+  DType out = DType::f32;
+  double scale = 1;
+  bool has_residual = false;            // the same on all ranks; where a rank gets nothing it is null
+  const std::byte* residual = nullptr;  // as many elements as the output; in the heap if there are counts
+  size_t out_count = 0;                 // elements of this rank's output
+  const size_t* counts = nullptr;       // elements for every output and rank; null: all of them for everybody
+  size_t spans = 0;                     // how many counts
+  uint64_t hash = 0;                    // of all that must be equal on all ranks and has no field of its own
+};
+
 // One call as the caller sees it. Multi-part tensors (one part per rank) are given by in_parts / out_parts.
 struct Call {
   Verb verb = Verb::barrier;
@@ -43,6 +55,7 @@ struct Call {
   std::byte* out = nullptr;  // single-part output
   const Part* in_parts = nullptr;
   const Part* out_parts = nullptr;
+  const Finish* finish = nullptr;         // matmul_reduce only
   int64_t timeout_ns = 0;                 // 0: the group's
   bool may_interrupt = false;             // called from Python: look at its signals while waiting
   std::function<std::string()> describe;  // words for a mismatch; called without locks held

@@ -22,7 +22,7 @@ constexpr size_t kPage = 4096;
 constexpr size_t kGrowth = 1 << 20;  // least extension, so that small tensors do not cost a system call each
 constexpr size_t kSlack = 64 << 20;  // left to the rest of the system when memory is counted
 
-constexpr size_t kSpares = 8;        // small blocks of one size kept for the next allocation
+constexpr size_t kSpares = 8;  // small blocks of one size kept for the next allocation
 
 size_t round_up(size_t n, size_t to) {
   return (n + to - 1) / to * to;

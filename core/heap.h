@@ -1,9 +1,9 @@
 // This process's own shared memory: one sparse memfd, and an allocator that hands out pieces of it.
 //
 // Steps of an allocation: round the size up to its class; if it is small, take one that was given back lately; else
-// take the best-fitting free range; if none fits, extend the used part of the file, first asking whether the machine and its cgroup have the memory, then reserving it with
-// fallocate. Invariant: every byte ever handed out has been reserved, so touching it can never end in SIGBUS.
-// Allocation is local: no other rank takes part or is told.
+// take the best-fitting free range; if none fits, extend the used part of the file, first asking whether the machine
+// and its cgroup have the memory, then reserving it with fallocate. Invariant: every byte ever handed out has been
+// reserved, so touching it can never end in SIGBUS. Allocation is local: no other rank takes part or is told.
 #pragma once
 
 #include <array>
@@ -60,7 +60,7 @@ class Heap {
   std::map<size_t, size_t> live_;                // offset -> bytes of what is handed out
   // Small blocks given back, by size in units of kAlign, to be handed out again without a search or an allocation.
   std::array<std::vector<std::map<size_t, size_t>::node_type>, 33> spare_;
-  std::set<size_t> kept_;                        // quarantined offsets
+  std::set<size_t> kept_;  // quarantined offsets
 };
 
 // Bytes this process may still take without being refused or killed: least of MemAvailable and every cgroup

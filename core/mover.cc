@@ -104,6 +104,8 @@ Code Mover::run() {
     case Verb::reduce:
     case Verb::reduce_scatter:
       return all_buffered() ? reduce_buffered() : reduce_shared();
+    case Verb::matmul_reduce:
+      return all_buffered() ? finish_buffered() : finish_shared();
     default:
       return all_buffered() ? copy_buffered() : copy_shared();
   }
@@ -111,6 +113,7 @@ Code Mover::run() {
 
 Code Mover::run_alone() {
   if (c_.verb == Verb::barrier) return Code::ok;
+  if (c_.verb == Verb::matmul_reduce) return finish_alone();
   const std::byte* from = input(0, 0, c_.count);
   std::byte* to = output(0, 0, c_.count);
   size_t count = c_.in_parts ? c_.in_parts[0].count : c_.count;

@@ -70,6 +70,13 @@ class Mover {
   Code reduce_buffered();
   Code reduce_shared();
 
+  // fused_verbs.cc: matmul_reduce
+  struct Share;
+  std::vector<Share> spans() const;
+  Code finish_alone();
+  Code finish_buffered();
+  Code finish_shared();
+
   Group& g_;
   Call& c_;
   const int size_;

@@ -24,7 +24,8 @@ bool cpu_has(Isa isa) {
 #if defined(__x86_64__)
     // The compiler's runtime also asks XGETBV whether the operating system saves the registers.
     case Isa::avx2:
-      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2") &&
+             __builtin_cpu_supports("fma");
     case Isa::avx512:
       return cpu_has(Isa::avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");

@@ -2,8 +2,8 @@
 //
 // Flags of every compile: -std=c++20 -O3 -ffp-contract=off, never fast-math, and in addition
 //   -DUNISONO_ISA=scalar   (nothing more: x86-64 with SSE2, or aarch64 with NEON)
-//   -DUNISONO_ISA=avx2     -mavx2 -mf16c -mbmi2
-//   -DUNISONO_ISA=avx512   -mavx512f -mavx512bw -mavx512dq -mavx512vl -mf16c -mprefer-vector-width=512
+//   -DUNISONO_ISA=avx2     -mavx2 -mf16c -mbmi2 -mfma
+//   -DUNISONO_ISA=avx512   -mavx512f -mavx512bw -mavx512dq -mavx512vl -mf16c -mfma -mprefer-vector-width=512
 //
 // Vocabulary: a format (Plain, Float16, ...) loads one vector of stored elements into accumulators and packs
 // accumulators back; a Step is one format with one operation; the loops below are written once over Steps.
@@ -82,30 +82,6 @@ UNISONO_INLINE Vec<T> multiply_complex(Vec<T> x, Vec<T> y, std::index_sequence<l
   const Vec<T> swapped = __builtin_shufflevector(y, y, (lane ^ 1)...);
   constexpr Vec<T> sign = {(lane & 1 ? T{1} : T{-1})...};
   return real * y + sign * (imaginary * swapped);
-}
-
-template <RedOp op, class T>
-UNISONO_INLINE Vec<T> combine(Vec<T> x, Vec<T> y) {
-  if constexpr (op == RedOp::sum || op == RedOp::avg || op == RedOp::premul_sum) {
-    return x + y;
-  } else if constexpr (op == RedOp::product) {
-    return x * y;
-  } else if constexpr (op == RedOp::band) {
-    return x & y;
-  } else if constexpr (op == RedOp::bor) {
-    return x | y;
-  } else if constexpr (op == RedOp::bxor) {
-    return x ^ y;
-  } else {
-    // Of equal numbers (+0 and -0) the later one is taken, as torch.minimum and torch.maximum do.
-    static_assert(op == RedOp::min || op == RedOp::max);
-    const Vec<T> better = op == RedOp::min ? (x < y ? x : y) : (x > y ? x : y);
-    if constexpr (std::is_floating_point_v<T>) {
-      return x == x ? better : x;  // a NaN in y fails the comparison and is `better` already
-    } else {
-      return better;
-    }
-  }
 }
 
 template <class T>

@@ -184,6 +184,26 @@ View view_tensor(nb::handle object, const char* argument) {
   return view;
 }
 
+MatrixView view_matrix(nb::handle object, const char* argument) {
+  dlpack::Tensor t;
+  if (!is_tensor(object) || exchange->view_object(object.ptr(), &t) != 0 || t.device.type != dlpack::kCpu) {
+    PyErr_Clear();
+    throw nb::type_error(("argument '" + std::string(argument) + "' must be a dense CPU tensor").c_str());
+  }
+  MatrixView view;
+  DType& dtype = view.matrix.dtype;
+  if (!convert(t.dtype, dtype) || t.ndim != 2 || (dtype != DType::f16 && dtype != DType::bf16 && dtype != DType::f32) ||
+      nb::cast<bool>(object.attr("is_neg")()))
+    throw nb::type_error(
+        ("argument '" + std::string(argument) + "' must be a matrix of float16, bfloat16 or float32").c_str());
+  view.rows = static_cast<size_t>(t.shape[0]);
+  view.columns = static_cast<size_t>(t.shape[1]);
+  view.matrix.data = static_cast<std::byte*>(t.data) + t.byte_offset;
+  view.matrix.row = t.strides ? static_cast<size_t>(t.strides[0]) : view.columns;
+  view.matrix.col = t.strides ? static_cast<size_t>(t.strides[1]) : 1;
+  return view;
+}
+
 std::string tensor_words(nb::handle object) {
   try {
     if (!is_tensor(object)) return "";

@@ -6,6 +6,7 @@
 
 #include <string>
 
+#include "gemm.h"
 #include "heap.h"
 
 namespace unisono {
@@ -60,6 +61,12 @@ void learn_tensor_type(nanobind::handle tensor_type);
 bool is_tensor(nanobind::handle object);
 // Raises TypeError or ValueError that names `argument` if it is no dense contiguous CPU tensor of a known dtype.
 View view_tensor(nanobind::handle object, const char* argument);
+// A matrix of float16, bfloat16 or float32 with any strides, for products; the same errors.
+struct MatrixView {
+  Matrix matrix;
+  size_t rows = 0, columns = 0;
+};
+MatrixView view_matrix(nanobind::handle object, const char* argument);
 // "float32 [1024, 512]" for messages; never raises.
 std::string tensor_words(nanobind::handle object);
 

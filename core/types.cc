@@ -93,6 +93,8 @@ const char* verb_name(Verb v) {
       return "scatter";
     case Verb::all_to_all:
       return "all_to_all";
+    case Verb::matmul_reduce:
+      return "matmul_reduce";
     case Verb::send:
       return "send";
     case Verb::recv:

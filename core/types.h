@@ -40,6 +40,7 @@ enum class Verb : uint8_t {
   gather,
   scatter,
   all_to_all,
+  matmul_reduce,
   send,
   recv,
   count_

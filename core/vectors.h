@@ -1,6 +1,6 @@
 // Vectors as wide as the instruction set this file is compiled for, and the 16-bit float formats on them.
 //
-// Private to reduce_kernels.cc. GCC/Clang vector extensions, so one source serves SSE2, AVX2, AVX-512 and
+// Private to the kernels' files. GCC/Clang vector extensions, so one source serves SSE2, AVX2, AVX-512 and
 // NEON. Invariant: every conversion gives the same bits on each of them (NaN payloads and denormals
 // included); the integer fall-backs are exact copies of what F16C does. Everything is in an unnamed
 // namespace: see the top of reduce_kernels.cc.
@@ -8,7 +8,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
+
+#include "types.h"
 
 #if defined(__F16C__)
 #include <immintrin.h>
@@ -165,6 +168,31 @@ UNISONO_INLINE Bytes pack_f16(FloatPair v) {
   const Halves packed = reinterpret_cast<Halves>(narrow_f16(v.a) | (narrow_f16(v.b) << 16));
 #endif
   return one_nan_16(packed, 0x7c00, 0x7e00);
+}
+
+// One step of a reduction.
+template <RedOp op, class T>
+UNISONO_INLINE Vec<T> combine(Vec<T> x, Vec<T> y) {
+  if constexpr (op == RedOp::sum || op == RedOp::avg || op == RedOp::premul_sum) {
+    return x + y;
+  } else if constexpr (op == RedOp::product) {
+    return x * y;
+  } else if constexpr (op == RedOp::band) {
+    return x & y;
+  } else if constexpr (op == RedOp::bor) {
+    return x | y;
+  } else if constexpr (op == RedOp::bxor) {
+    return x ^ y;
+  } else {
+    // Of equal numbers (+0 and -0) the later one is taken, as torch.minimum and torch.maximum do.
+    static_assert(op == RedOp::min || op == RedOp::max);
+    const Vec<T> better = op == RedOp::min ? (x < y ? x : y) : (x > y ? x : y);
+    if constexpr (std::is_floating_point_v<T>) {
+      return x == x ? better : x;  // a NaN in y fails the comparison and is `better` already
+    } else {
+      return better;
+    }
+  }
 }
 
 }  // namespace

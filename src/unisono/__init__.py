@@ -31,6 +31,15 @@ from .errors import (  # noqa: E402
     SystemCallError,
     UnisonoError,
 )
+from .fused import (  # noqa: E402
+    PreparedWeight,
+    all_gather_grouped_matmul,
+    all_gather_matmul,
+    grouped_matmul_all_reduce,
+    grouped_matmul_reduce_scatter,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 from .group import Group  # noqa: E402
 from .handle import Handle  # noqa: E402
 from .shared_gather import SharedGather  # noqa: E402
@@ -51,16 +60,23 @@ __all__ = [
     "HeapMemoryError",
     "MismatchError",
     "PeerLostError",
+    "PreparedWeight",
     "ProcessGroupUnisono",
     "SharedGather",
     "SystemCallError",
     "UnisonoError",
+    "all_gather_grouped_matmul",
     "all_gather_into_tensor_uneven",
+    "all_gather_matmul",
     "all_to_all_vc",
     "comm_func",
     "empty",
     "empty_like",
+    "grouped_matmul_all_reduce",
+    "grouped_matmul_reduce_scatter",
     "is_shared",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
     "monitored_barrier",
     "reduce_scatter_tensor_uneven",
     "split_group",

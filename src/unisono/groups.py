@@ -111,6 +111,11 @@ def resolve(group: GroupLike) -> ProcessGroup | Group | None:
     )
 
 
+def name_of(group: ProcessGroup | Group) -> str:
+    """A name that :func:`resolve` finds this group by, for graphs, which hold no objects."""
+    return group.key if isinstance(group, Group) else str(group.group_name)
+
+
 def native(group: GroupLike) -> Group | None:
     """The unisono Group under a process group, None if another backend is."""
     if isinstance(group, Group):

@@ -470,36 +470,39 @@ class ProcessGroupUnisono(Face, dist.ProcessGroup):
 
 def create(opts: Any, backend_options: Any = None) -> Face:
     """Makes the group that init_process_group and new_group ask for, or the CPU backend of one with other devices."""
-    others = _other_devices()
+    others = ", ".join(f'"{device}:{name}"' for device, name in wanted_backends().items() if name != "unisono")
     if others and not groups.PYTHON_BACKENDS:
         raise RuntimeError(
             f"torch {torch.__version__} cannot combine unisono with {others} in one group: it would silently drop the "
             'latter.\n  Make two groups: init_process_group("unisono") for CPU tensors, and new_group(backend=…) for '
             "the others"
         )
+    group = join(opts)
+    return BackendUnisono(group, opts.store) if others else ProcessGroupUnisono(group, opts.store)
+
+
+def join(opts: Any) -> Group:
+    """Meets the other ranks of a group that torch is making."""
     size = opts.group_size
     group = Group.from_store(
         opts.store, opts.group_rank, size, name=opts.group_id or "0", timeout_s=opts.timeout.total_seconds()
     )
     group.ranks = list(opts.global_ranks_in_group) or list(range(size))
-    return BackendUnisono(group, opts.store) if others else ProcessGroupUnisono(group, opts.store)
+    return group
 
 
-def _other_devices() -> str:
-    """Devices and their backends beside unisono in the group that torch is making, such as '"cuda:nccl"'.
+def wanted_backends() -> dict[str, str]:
+    """By device, the backends of the group that torch is making.
 
     torch tells a backend nothing of the others, and puts a process group written in Python in the place of all of them.
     """
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
+    while frame.f_code.co_name != "_new_process_group_helper":
         if frame.f_back is None:
-            return ""
+            return {}
         frame = frame.f_back
     config = frame.f_locals.get("backend_config")
-    if config is None:
-        return ""
-    others = {d: str(b) for d, b in config.get_device_backend_map().items() if str(b) != "unisono"}
-    return ", ".join(f'"{device}:{backend}"' for device, backend in others.items())
+    return {} if config is None else {device: str(name) for device, name in config.get_device_backend_map().items()}
 
 
 def _again(

@@ -145,6 +145,19 @@ def streaming(line: Line, group: Any) -> None:
     assert t[-1].item() == 1.0
 
 
+def multiplying(line: Line, group: Any) -> None:
+    """Matmuls fused with their all-reduce without end, or `rounds` of them, in several pieces each."""
+    x, weight = torch.ones(64, 16), torch.ones(16, 4096)
+    rounds = line.options.get("rounds")
+    done = 0
+    while rounds is None or done < rounds:
+        y = unisono.matmul_all_reduce(x, weight, group, comm_turn=3)
+        done += 1
+        if done == 1:
+            line.tell("inside")
+    assert y[-1, -1].item() == 16.0 * line.size
+
+
 def in_flight(line: Line, group: Any) -> None:
     """Async calls that nobody waits for; the late ranks start theirs when told."""
     group.barrier()
@@ -218,5 +231,6 @@ def signalled(line: Line, group: Any) -> None:
 
 
 BODIES = {
-    body.__name__: body for body in (idle, waiting, streaming, in_flight, wait_on_handle, receiving, leaving, signalled)
+    body.__name__: body
+    for body in (idle, waiting, streaming, multiplying, in_flight, wait_on_handle, receiving, leaving, signalled)
 }

@@ -21,6 +21,7 @@ MOMENTS = {
     "waiting large, ordinary": ("waiting", {"count": 2_000_000, "heap": False}),
     "streaming heap": ("streaming", {}),
     "streaming ordinary": ("streaming", {"heap": False}),
+    "streaming matmuls": ("multiplying", {}),
     "in flight": ("in_flight", {}),
     "waiting on a handle": ("wait_on_handle", {}),
     "receiving": ("receiving", {}),

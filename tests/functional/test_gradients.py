@@ -128,12 +128,12 @@ def _uneven(group, kind, folder, splits):
             "all_gather": ([(n, 2) for n in splits], gather),
             "all_to_all": ([(total * (r + 1), 2) for r in range(group.size)], exchange),
         }
-        for op in ("sum", "avg", "max", "prod"):
+        for op in ("sum", "avg", "max", "prod") if group.size == 2 else ("sum", "max"):
             programs[f"reduce_scatter {op}"] = [(total, 2)] * group.size, lambda x, op=op: scatter(x, op)
         for name, (shapes, call) in programs.items():
             whole, count = program(group, shapes, call)
             x = inputs_of(count)
-            assert gradcheck(whole, (x,)), name
+            assert gradcheck(whole, (x,), fast_mode=group.size > 2), name
             if "max" not in name and group.size == 2:
                 assert gradgradcheck(whole, (x,), fast_mode=True), name
 

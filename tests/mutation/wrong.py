@@ -25,9 +25,15 @@ _undo: list[tuple[Any, str, Any]] = []
 
 
 def put(owner: Any, name: str, wrong: Any) -> None:
-    """Puts a wrong thing into the place of a right one."""
-    _undo.append((owner, name, owner.__dict__[name]))
-    setattr(owner, name, wrong)
+    """Puts a wrong thing into the place of a right one, in the class that has it."""
+    home = _home(owner, name)
+    _undo.append((home, name, home.__dict__[name]))
+    setattr(home, name, wrong)
+
+
+def _home(owner: Any, name: str) -> Any:
+    """The class among `owner` and its bases that defines a name; a module itself."""
+    return next(home for home in getattr(owner, "__mro__", [owner]) if name in home.__dict__)
 
 
 @contextlib.contextmanager
@@ -93,7 +99,7 @@ def spoiled(work: Work, spoil: Callable[[], None]) -> Work:
 def around(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], owner: Any = None) -> Change:
     """A wrong function made from the right one."""
     owner = owner or ProcessGroupUnisono
-    return lambda: put(owner, name, make(owner.__dict__[name]))
+    return lambda: put(owner, name, make(_home(owner, name).__dict__[name]))
 
 
 # Where a method's outputs and inputs are among its arguments.

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.effects import EffectType
 from torch.library import custom_op
 
 from ..groups import resolve
 from ..handle import Finished, Handle
-from . import launch
+from . import inductor, launch
 from .arguments import numbers
 
 
@@ -127,18 +128,29 @@ def all_to_all(
     return _kept(launch.all_to_all(where, tensor, output_splits, input_splits, _wish.async_op))
 
 
+_OPERATORS = (all_reduce, all_gather, reduce_scatter, reduce, broadcast, scatter, gather, all_to_all)
+
+# Ranks must make the same calls in the same order. To a compiler these operators look like arithmetic, which it may
+# move, or leave out where a result is empty or unused; the effect tells it not to.
+for _operator in _OPERATORS:
+    _operator.register_effect(EffectType.ORDERED)
+
+
 # -- their shapes
 
 
 def _like(tensor: Tensor, *_: Any) -> Tensor:
+    inductor.teach(_OPERATORS)
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def _rows(tensor: Tensor, rows: int) -> Tensor:
+    inductor.teach(_OPERATORS)
     return tensor.new_empty((rows, *tensor.shape[1:]))
 
 
 def _nothing(tensor: Tensor) -> Tensor:
+    inductor.teach(_OPERATORS)
     return tensor.new_empty(1)
 
 

@@ -1,0 +1,5 @@
+"""mindspeed.ops, on unisono."""
+
+from unisono.ascend import missing
+
+__getattr__ = missing.attribute_of("mindspeed.ops")

@@ -1,0 +1,88 @@
+"""Errors against float64: no larger than those of a float32 matmul and a float32 sum that are rounded once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import unisono
+from tests.fused.cases import numbers
+
+
+def errors(group, dtype, k, rows, weights):
+    """Root mean square of the error, ours and that of plain float32, and the bits."""
+    size = group.size
+    x = [numbers(rows, k, dtype=dtype, seed=(k, r, 0, 1)) for r in range(size)]
+    w = [numbers(k, 48, dtype=dtype, seed=(k, r, 0, 2)) for r in range(size)]
+    exact = sum(a.double() @ b.double() for a, b in zip(x, w, strict=True))
+    simple = torch.zeros(rows, 48)
+    for a, b in zip(x, w, strict=True):
+        simple += a.float() @ b.float()
+    given = unisono.PreparedWeight(w[group.rank]) if weights == "prepared" else w[group.rank]
+    y = unisono.matmul_all_reduce(x[group.rank], given, group)
+
+    def rms(t: torch.Tensor) -> float:
+        return float((t.double() - exact).square().mean().sqrt())
+
+    return rms(y), rms(simple.to(dtype)), y.view(torch.uint8).flatten()[::7].tolist()
+
+
+@pytest.mark.parametrize("weights", ["plain", "prepared"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size, k", [(2, 512), (2, 8192), (8, 1024), (8, 8192)])
+def test_no_larger_than_float32_rounded_once(pool, size, k, dtype, weights):
+    for rows in (4, 33):
+        results = pool.run(errors, dtype, k, rows, weights)
+        ours, simple, bits = results[0]
+        # The mean over a few hundred results is itself uncertain by some percent; in 16 bit the rounding is all of it.
+        assert ours <= simple * (1.1 if dtype is torch.float32 else 1.001)
+        assert all(other == bits for _, _, other in results)
+
+
+def by_both_ways(group, dtype):
+    """Both ways of computing a product, and both dimensions' orders."""
+    from unisono import _core, fused_gemm
+
+    x, w = numbers(37, 300, dtype=dtype, seed=(1, 0, 0, 1)), numbers(300, 513, dtype=dtype, seed=(1, 0, 0, 2))
+    bias = numbers(513, dtype=torch.float32, seed=(1, 0, 0, 3))
+    exact = x.double() @ w.double() + bias.double()
+    for b in (w, w.t().contiguous().t(), torch.cat([w, w], 1)[:, ::2]):
+        right = exact if b.shape[1] == 513 and torch.equal(b, w) else x.double() @ b.double() + bias.double()
+        for way in (_core.multiply, None):
+            out = torch.empty(37 * 513)
+            if way:
+                way([x], [b], [513], out, [bias])
+            else:
+                fused_gemm._by_torch(out, [x], [b], [513], [bias])
+            error = (out.view(37, 513).double() - right).abs().max().item()
+            assert error < 2e-4, (way, error)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [1])
+def test_both_ways_of_a_product(pool, size, dtype):
+    pool.run(by_both_ways, dtype)
+
+
+def several_threads(group):
+    """With more threads than one, or by the setting, torch multiplies; results agree."""
+    from unisono import fused_gemm, settings
+
+    x, w = (
+        numbers(20, 64, dtype=torch.float16, seed=(2, 0, 0, 1)),
+        numbers(64, 96, dtype=torch.float16, seed=(2, 0, 0, 2)),
+    )
+    results = []
+    for way in ("core", "torch", ""):
+        settings.gemm = way
+        fused_gemm._core_is_faster.cache_clear()
+        results.append(unisono.matmul_all_reduce(x, w, group).float())
+        results.append(unisono.matmul_all_reduce(x, unisono.PreparedWeight(w), group).float())
+    fused_gemm._core_is_faster.cache_clear()
+    for y in results:
+        torch.testing.assert_close(y, results[0], rtol=2e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("size", [2])
+def test_the_way_may_be_set(pool, size):
+    pool.run(several_threads)
