@@ -21,6 +21,7 @@ from torch.distributed.tensor import debug as dtensor_debug
 import unisono
 from unisono import groups
 
+_ended: list[dist.ProcessGroup] = []  # the groups of the world before
 _turns = itertools.count()  # the same on all ranks, since all run the same programs
 
 
@@ -33,6 +34,8 @@ def world(group: unisono.Group, backend: str) -> Iterator[dist.ProcessGroup]:
         torch.manual_seed(0)
         yield dist.group.WORLD
     finally:
+        # gloo's own threads may hold it last, and a gloo group that ends in one of them ends the process.
+        _ended[:] = list(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
         # DTensor remembers meshes whose groups are gone now.
         dtensor_debug._clear_python_sharding_prop_cache()
