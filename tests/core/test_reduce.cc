@@ -36,6 +36,13 @@ size_t failed = 0;
     }                                                             \
   } while (0)
 
+// With a sanitizer, which looks at addresses and not at values, a part of the values will do.
+#ifdef UNISONO_SANITIZED
+constexpr bool brief = true;
+#else
+constexpr bool brief = false;
+#endif
+
 std::mt19937_64 random_bits(20240607);
 
 // ---- Reference ----
@@ -499,6 +506,7 @@ void test_every_kernel(const std::vector<Isa>& isas) {
           set_isa(isa);
           for (size_t ndst : {1, 2, 3}) {
             for (size_t count : counts) {
+              if (brief && count >= 1000) continue;
               for (auto alignment : {Alignment::line, Alignment::element, Alignment::odd}) {
                 for (auto place : {Place::apart, Place::first, Place::last}) {
                   for (bool stream : {false, true}) {
@@ -582,7 +590,7 @@ void test_all_16_bit_numbers(const std::vector<Isa>& isas) {
       CHECK(
           reduced(dtype, RedOp::product, {all, shuffled}, {}) == reference(dtype, RedOp::product, {all, shuffled}, {}),
           "%s %s", isa_name(isa), type);
-      for (int exponent = -30; exponent <= 30; ++exponent) {
+      for (int exponent = -30; exponent <= 30; exponent += brief ? 30 : 1) {
         for (double mantissa : {1.0, 1.25, 1.0009765625, 1.7}) {
           const std::vector<double> factors = {std::ldexp(mantissa, exponent), std::ldexp(1.0, -exponent)};
           CHECK(
