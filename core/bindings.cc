@@ -704,7 +704,7 @@ NB_MODULE(_core, m) {
   m.attr("DTYPES") = numbers_of<DType>(&dtype_name);
   m.attr("INLINE_BYTES") = kInlineBytes;
   m.attr("SLOT_BYTES") = kSlotBytes;
-  m.attr("STAGE_BYTES") = kStageBytes;
+  m.attr("STAGE_BYTES") = kPieceBytes;
 
   nb::class_<Pending>(m, "Pending")
       .def("done", &Pending::done)

@@ -7,6 +7,9 @@
 // call s + 1, and a rank publishes s + 1 only when it has done with the descriptors and slots of s. The same holds for
 // *slots* (small inputs) and *tables* (per-part places and counts), which are double-buffered alike.
 // The *stage* is a ring of pieces for tensors that are not in the heap; three flags count pieces over all calls.
+// The *ring* is a larger memory for stages and slots, made when first needed. Calls take it in turn from front to end,
+// so that what is written has left the caches of whoever read it last: on Zen 4 a core stores at 32 GB/s to such lines,
+// at 7 to ones that another core still has. A rank's `turn` says where in its ring a call begins.
 #pragma once
 
 #include <atomic>
@@ -19,12 +22,12 @@ namespace unisono {
 constexpr size_t kLineBytes = 128;
 constexpr size_t kInlineBytes = 40;
 constexpr size_t kSlotBytes = 64 << 10;
-constexpr size_t kStageDepth = 2;          // pieces in the in stage, and in the out stage
-constexpr size_t kStageBytes = 128 << 10;  // one piece
-// Long messages take a wider stage, made when first needed. Pieces that have left the writer's second-level cache are
-// read about twice as fast by another core as ones that are still in it (measured on Zen 4: 10 against 5 GB/s).
-constexpr size_t kWideStageBytes = 1 << 20;
-constexpr size_t kWideFrom = 4 << 20;  // bytes of the message
+constexpr size_t kStageBytes = 512 << 10;  // half of it for pieces going in, half for pieces coming out
+constexpr size_t kPieceBytes = 128 << 10;  // the longest piece in a stage
+constexpr size_t kRingBytes = 4 << 20;     // more than twice a second-level cache
+constexpr size_t kRingPieceBytes = 256 << 10;
+constexpr size_t kRingFrom = 4 << 10;         // bytes of the input
+constexpr size_t kCrowdedRingFrom = 4 << 20;  // the same with more ranks than processors, where caches help less
 constexpr size_t kNoteBytes = 496;
 constexpr int kMostRanks = 256;
 
@@ -41,7 +44,7 @@ struct Place {
   size_t offset() const { return word & ((uint64_t{1} << 48) - 1); }
 };
 
-enum class Holder : uint8_t { place, inlined, slot };  // what holds a rank's input
+enum class Holder : uint8_t { place, inlined, slot, ring };  // what holds a rank's input
 
 struct alignas(kLineBytes) Descriptor {
   // First 64 bytes: all a small call needs.
@@ -51,7 +54,7 @@ struct alignas(kLineBytes) Descriptor {
   RedOp op;
   Holder input;
   uint8_t has_table;
-  uint8_t wide;  // this rank has a wide stage
+  uint8_t has_ring;
   int16_t root;
   uint64_t count;  // elements: of the whole for all_reduce, reduce, broadcast; of this rank's part otherwise
   std::byte payload[kInlineBytes];
@@ -60,7 +63,8 @@ struct alignas(kLineBytes) Descriptor {
   Place in, out;
   double factor;
   Place residual;
-  uint64_t spare[3];
+  uint64_t turn;  // the byte of this rank's ring where its slot or its pieces begin
+  uint64_t spare[2];
 };
 static_assert(sizeof(Descriptor) == kLineBytes);
 
@@ -108,14 +112,16 @@ struct alignas(64) Reply {
 };
 static_assert(sizeof(Reply) == 64);
 
-// One rank's stage: pieces going in, then pieces coming out; copies use all of it as one ring.
+// One rank's stage: pieces going in, then as many coming out; copies use all of it for one stream.
 struct Stage {
   std::byte* base;
-  size_t piece_bytes;
-  static size_t bytes(size_t piece_bytes) { return 2 * kStageDepth * piece_bytes; }
-  std::byte* in(uint64_t piece) const { return base + piece % kStageDepth * piece_bytes; }
-  std::byte* out(uint64_t piece) const { return in(piece) + kStageDepth * piece_bytes; }
-  std::byte* ring(uint64_t piece) const { return base + piece % (2 * kStageDepth) * piece_bytes; }
+  size_t bytes;
+  size_t piece;    // bytes
+  uint64_t first;  // where piece 0 of a call is
+  uint64_t depth() const { return bytes / 2 / piece; }
+  std::byte* in(uint64_t p) const { return base + (first + p) % depth() * piece; }
+  std::byte* out(uint64_t p) const { return in(p) + bytes / 2; }
+  std::byte* stream(uint64_t p) const { return base + (first + p) % (2 * depth()) * piece; }
 };
 
 // Addresses inside a block of a group with `size` ranks.
@@ -127,16 +133,14 @@ class Block {
   static int letters(int size) { return size <= 8 ? 16 : size <= 32 ? 8 : 4; }
   static size_t table_bytes(int size) { return round(sizeof(TableEntry) * static_cast<size_t>(size)); }
   static size_t pair_bytes(int size) { return (sizeof(Letter) + sizeof(Reply)) * static_cast<size_t>(letters(size)); }
-  static size_t bytes(int size) { return slots_at(size) + 2 * kSlotBytes + Stage::bytes(kStageBytes); }
+  static size_t bytes(int size) { return slots_at(size) + 2 * kSlotBytes + kStageBytes; }
 
   std::byte* base() const { return base_; }
   Descriptor& descriptor(uint64_t seq) const { return at<Descriptor>(0)[seq % 2]; }
   AbortLine& abort() const { return *at<AbortLine>(2 * kLineBytes); }
   std::atomic<uint32_t>& asleep() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[0]; }
-  std::atomic<uint32_t>& processor() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[1]; }   // + 1; 0: unknown
-  std::atomic<uint64_t>& wide_stage() const { return at<std::atomic<uint64_t>>(4 * kLineBytes)[1]; }  // offset in heap
-  // Set by a reader of stages that finds them slow: writers then go past their caches (see StageGauge).
-  std::atomic<uint32_t>& reads_slowly() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[4]; }
+  std::atomic<uint32_t>& processor() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[1]; }  // + 1; 0: unknown
+  std::atomic<uint64_t>& ring_offset() const { return at<std::atomic<uint64_t>>(4 * kLineBytes)[1]; }  // in the heap
   Flag& flag(Phase phase) const {  // all but descriptor
     return at<FlagLine>(5 * kLineBytes)[static_cast<size_t>(phase)].value;
   }

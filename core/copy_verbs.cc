@@ -18,7 +18,6 @@ namespace {
 constexpr size_t kLeastCut = 64 << 10;  // smaller leftovers are not worth another rank's attention
 constexpr size_t kBlock = 4 << 20;      // between two looks at the group's health
 constexpr size_t kTile = 32 << 10;      // stays in the second-level cache between two uses
-constexpr size_t kRing = 2 * kStageDepth;
 
 }  // namespace
 
@@ -237,17 +236,19 @@ bool Mover::keeps_own_while_staging(const std::vector<size_t>& staged) const {
 Code Mover::copy_staged(const std::vector<size_t>& staged) {
   const bool same_for_all = c_.verb == Verb::broadcast || c_.verb == Verb::all_gather || c_.verb == Verb::gather;
   const uint64_t base = g_.pieces_;
-  if (!find_stages()) return g_.break_with(c_, Code::system, "a rank published an impossible stage", {});
-  const size_t piece = piece_bytes();
+  size_t total = 0;
+  for (size_t n : staged) total += n;
+  g_.ask_gauge(c_, total);
+  if (!find_stages(*std::max_element(staged.begin(), staged.end())))
+    return g_.break_with(c_, Code::system, "a rank published an impossible stage", {});
+  const size_t piece = piece_;
   uint64_t pieces = 0;
   for (size_t n : staged) pieces = std::max<uint64_t>(pieces, (n + piece - 1) / piece);
-  size_t total = 0;
-  for (int r = 0; r < size_; r++) total += staged[static_cast<size_t>(r)];
   const bool stream = 2 * total >= g_.facts().cache_bytes;
   auto hidden = [&](int from, int to) {
     return from != to && segment(from, to) && !source_place(from, to) && !target_place(from, to);
   };
-  auto ring = [&](int r, uint64_t p) { return stage(static_cast<size_t>(r)).ring(p); };
+  auto ring = [&](int r, uint64_t p) { return stage(static_cast<size_t>(r)).stream(p); };
   size_t since = 0;
 
   // Where in `from`'s stream the segment for `to` begins.
@@ -264,9 +265,10 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
     if (step < pieces) {
       size_t lo = step * piece, hi = std::min(mine, lo + piece);
       if (lo < hi) {
-        if (step >= kRing)
-          if (Code code = g_.await(c_, Phase::copied, base + step - kRing + 1); code != Code::ok) return code;
+        if (step >= 2 * depth_)
+          if (Code code = g_.await(c_, Phase::copied, base + step - 2 * depth_ + 1); code != Code::ok) return code;
         std::byte* slot = ring(me_, step);
+        int64_t began = now_ns();
         for (int to = 0; to < size_; to++) {
           if (!hidden(me_, to)) continue;
           size_t begin = stream_begin(me_, to), end = begin + bytes(segment(me_, to));
@@ -275,13 +277,14 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
           for (size_t done = 0; a < b && done < b - a; done += kTile) {
             size_t part = std::min(kTile, b - a - done);
             std::byte* into = slot + (a - lo) + done;
-            past_caches_ ? copy_stream(into, source + done, part) : copy_bytes(into, source + done, part);
+            c_.past_caches ? copy_stream(into, source + done, part) : copy_bytes(into, source + done, part);
             std::byte* own_at = own ? own + (a - begin) + done : nullptr;
             if (own && own_at != source + done)
               stream ? copy_stream(own_at, source + done, part) : copy_bytes(own_at, source + done, part);
           }
           if (same_for_all) break;
         }
+        c_.worked_ns += now_ns() - began;
         g_.staged_bytes_.fetch_add(hi - lo, std::memory_order_relaxed);
         since += hi - lo;
       }
@@ -303,15 +306,14 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
       const std::byte* source = ring(from, p) + (a - lo);
       int64_t began = now_ns();
       stream ? copy_stream(target, source, b - a) : copy_bytes(target, source, b - a);
-      gauge_.read(b - a, now_ns() - began);
+      c_.worked_ns += now_ns() - began;
       since += b - a;
     }
     g_.publish(g_.mine_.flag(Phase::copied), base + p + 1);
     if (since >= 4 * kBlock)
       if (Code code = pause(since); code != Code::ok) return code;
   }
-  g_.pieces_ += pieces;
-  gauge_.end(past_caches_);
+  end_stages(pieces);
   return Code::ok;
 }
 

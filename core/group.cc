@@ -76,7 +76,7 @@ std::byte* Group::make_block(Heap& heap, int size, Failure& failure) {
 }
 
 void Group::release_block() {
-  if (uint64_t wide = mine_.wide_stage().load(std::memory_order_relaxed)) heap_->release(heap_->base() + wide);
+  if (uint64_t ring = mine_.ring_offset().load(std::memory_order_relaxed)) heap_->release(heap_->base() + ring);
   heap_->release(mine_.base());
 }
 
@@ -203,12 +203,23 @@ Code Group::timed_out(Call& call, const std::vector<int>& late) {
   return code;
 }
 
-bool Group::make_wide_stage() {
-  Failure none;  // without the memory, the stage in the block does it
-  auto* at = static_cast<std::byte*>(heap_->allocate(Stage::bytes(kWideStageBytes), none));
+bool Group::make_ring() {
+  Failure none;  // without the memory, slots and stage in the block do it
+  auto* at = static_cast<std::byte*>(heap_->allocate(kRingBytes, none));
   if (!at) return false;
-  mine_.wide_stage().store(static_cast<uint64_t>(at - heap_->base()), std::memory_order_relaxed);
+  mine_.ring_offset().store(static_cast<uint64_t>(at - heap_->base()), std::memory_order_relaxed);
   return true;
+}
+
+std::byte* Group::ring_of(int r) const {
+  size_t offset = peer(r).block.ring_offset().load(std::memory_order_relaxed);  // published with the descriptor
+  return offset == 0 ? nullptr : resolve(Place::at(r, offset), kRingBytes);
+}
+
+void Group::ask_gauge(Call& call, size_t bytes) {
+  call.gauged = bytes >= StageGauge::kLeast ? bytes : 0;
+  call.past_caches = call.gauged && gauge_.past_caches(call.verb, bytes);
+  call.worked_ns = 0;
 }
 
 void Group::describe(Call& call, Descriptor& d) {
@@ -219,9 +230,12 @@ void Group::describe(Call& call, Descriptor& d) {
   d.op = call.op;
   d.root = static_cast<int16_t>(call.root);
   d.has_table = 0;
-  d.wide = mine_.wide_stage().load(std::memory_order_relaxed) != 0;
+  d.has_ring = mine_.ring_offset().load(std::memory_order_relaxed) != 0;
+  d.turn = turn_;
   d.input = Holder::inlined;
   d.count = call.count;
+  call.gauged = 0;
+  call.past_caches = false;
   if (call.verb == Verb::all_gather) d.count = hash_counts(call.out_parts, size);
   if (call.verb == Verb::reduce_scatter) d.count = hash_counts(call.in_parts, size);
   if (call.op == RedOp::premul_sum) d.factor = call.factor;
@@ -234,29 +248,40 @@ void Group::describe(Call& call, Descriptor& d) {
     else
       bytes = call.count * element;
   }
+  const std::byte* probe = call.in_parts ? call.in_parts[0].ptr : call.in;
+  if (bytes > (facts_.crowded ? kCrowdedRingFrom : kRingFrom) && !d.has_ring && !heap_->holds(probe))
+    d.has_ring = make_ring();
   std::byte* held = nullptr;
   if (bytes <= kInlineBytes) {
     held = d.payload;
-  } else if (bytes <= slot_limit(call.verb, size) && !(bytes > kDirectFrom && !facts_.crowded &&
-                                                       heap_->holds(call.in_parts ? call.in_parts[0].ptr : call.in))) {
-    d.input = Holder::slot;
-    held = mine_.slot(call.seq);
+  } else if (bytes <= slot_limit(call.verb, size) && !(bytes > kDirectFrom && !facts_.crowded && heap_->holds(probe))) {
+    const bool in_ring = d.has_ring && bytes > kRingFrom;
+    d.input = in_ring ? Holder::ring : Holder::slot;
+    if (in_ring) {
+      if (turn_ > kRingBytes - kSlotBytes) d.turn = turn_ = 0;
+      held = ring_of(facts_.rank) + turn_;
+      turn_ += (bytes + 4095) / 4096 * 4096;
+    } else {
+      held = mine_.slot(call.seq);
+    }
   } else {
     d.input = Holder::place;
     d.in = call.in_parts ? Place{} : locate(call.in, bytes);
-    const std::byte* probe = call.in_parts ? call.in_parts[0].ptr : call.in;
-    if (bytes >= kWideFrom && !d.wide && !heap_->holds(probe)) d.wide = make_wide_stage();
   }
   if (held && bytes) {
+    ask_gauge(call, bytes);
+    const auto copy = call.past_caches ? copy_stream : copy_bytes;
+    int64_t began = call.gauged ? now_ns() : 0;
     if (!call.in_parts) {
-      copy_bytes(held, call.in, bytes);
+      copy(held, call.in, bytes);
     } else {
       for (int r = 0; r < size; r++) {
         size_t n = call.in_parts[r].count * element;
-        if (n) copy_bytes(held, call.in_parts[r].ptr, n);
+        copy(held, call.in_parts[r].ptr, n);
         held += n;
       }
     }
+    if (call.gauged) call.worked_ns = now_ns() - began;
   }
   d.out = {};
   bool counts_unknown = call.verb == Verb::all_to_all || call.verb == Verb::gather || call.verb == Verb::scatter;
@@ -296,8 +321,10 @@ Code Group::check(Call& call) {
   }
   auto holds = [&](int r, size_t count) {
     const Descriptor& d = peer(r).block.descriptor(call.seq);
-    size_t most = d.input == Holder::inlined ? kInlineBytes : d.input == Holder::slot ? kSlotBytes : SIZE_MAX;
-    return d.input <= Holder::slot && count <= most / dtype_bytes(call.dtype);
+    if (d.input > Holder::ring) return false;
+    if (d.input == Holder::ring && (!ring_of(r) || d.turn > kRingBytes - kSlotBytes)) return false;
+    size_t most = d.input == Holder::place ? SIZE_MAX : d.input == Holder::inlined ? kInlineBytes : kSlotBytes;
+    return count <= most / dtype_bytes(call.dtype);
   };
   auto impossible = [&](int r) {
     return break_with(call, Code::system, "rank " + std::to_string(r) + " published an impossible descriptor", {r});

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "control.h"
+#include "gauge.h"
 #include "heap.h"
 #include "status.h"
 #include "watch.h"
@@ -62,6 +63,9 @@ struct Call {
 
   uint64_t seq = 0;
   int64_t deadline_ns = 0;
+  size_t gauged = 0;         // bytes of the call if the gauge has been asked about it, and its answer
+  bool past_caches = false;  // how this rank writes what others read
+  int64_t worked_ns = 0;     // on copying and reducing, for the gauge
   Failure failure;
 };
 
@@ -94,7 +98,7 @@ class Group {
   Group& operator=(const Group&) = delete;
 
   static std::byte* make_block(Heap& heap, int size, Failure& failure);
-  // Gives the block and a wide stage back to the heap; no peer may be reading them any more.
+  // Gives the block and the ring back to the heap; no peer may be reading them any more.
   void release_block();
 
   Code run(Call& call);  // the caller holds run_mutex
@@ -161,7 +165,9 @@ class Group {
   Code break_with(Call& call, Code code, std::string text, std::vector<int> peers);
   Code quote_first_cause(Call& call);
 
-  bool make_wide_stage();
+  bool make_ring();
+  std::byte* ring_of(int r) const;  // null: none, or an impossible one
+  void ask_gauge(Call& call, size_t bytes);
   void describe(Call& call, Descriptor& mine);
   Code check(Call& call);
   Code disagree(Call& call, const char* what);
@@ -174,6 +180,8 @@ class Group {
   uint64_t seq_ = 0;
   uint64_t pieces_ = 0;  // staged pieces of all calls so far; equal on all ranks between calls
   std::atomic<uint64_t> staged_bytes_{0};
+  StageGauge gauge_;
+  size_t turn_ = 0;  // where the next call begins in this rank's ring
 
   std::mutex state_mutex_;
   std::atomic<bool> stopped_{false};  // broken or closed: see first_cause_

@@ -2,6 +2,7 @@
 #include "mover.h"
 
 #include <algorithm>
+#include <bit>
 #include <fstream>
 
 #include "wait.h"
@@ -35,7 +36,9 @@ const std::byte* Mover::input(int r, int j, size_t count) const {
   const Descriptor& d = descriptor(r);
   if (d.input == Holder::place)
     return g_.resolve(d.has_table && entry(r, j).in_count ? entry(r, j).in : d.in, bytes(count));
-  const std::byte* held = d.input == Holder::inlined ? d.payload : g_.peer(r).block.slot(c_.seq);
+  const std::byte* held = d.input == Holder::inlined ? d.payload
+                          : d.input == Holder::slot  ? g_.peer(r).block.slot(c_.seq)
+                                                     : g_.ring_of(r) + d.turn;
   if (c_.verb == Verb::reduce_scatter) {
     for (int k = 0; k < j; k++) held += bytes(c_.in_parts[k].count);
   } else if (c_.verb == Verb::all_to_all || c_.verb == Verb::scatter) {
@@ -50,38 +53,30 @@ std::byte* Mover::output(int r, int j, size_t count) const {
   return g_.resolve(d.has_table && entry(r, j).out_count ? entry(r, j).out : d.out, bytes(count));
 }
 
-void StageGauge::end(bool past_caches) {
-  constexpr size_t enough = 64 << 10;  // bytes to judge by
-  constexpr double least = 5.5;        // bytes per nanosecond
-  constexpr uint32_t calls = 100;      // until the usual way is tried again
-  uint32_t left = slow_.load(std::memory_order_relaxed);
-  if (left) {
-    slow_.store(left - 1, std::memory_order_relaxed);
-  } else if (!past_caches && bytes_ >= enough && static_cast<double>(bytes_) < least * static_cast<double>(ns_)) {
-    slow_.store(calls, std::memory_order_relaxed);
-  }
-}
-
-// The wide stages if every rank has one, else those in the blocks; descriptors say which, so all ranks agree.
-bool Mover::find_stages() {
-  bool wide = true;
-  for (int r = 0; r < size_; r++) wide = wide && descriptor(r).wide;
+// Each rank's stage is in its ring if it has one that does not hold its input, else in its block. Pieces are as long on
+// all ranks: a quarter of the message, so that writing and reading it overlap, within what stages can hold. All from
+// descriptors, so ranks agree.
+bool Mover::find_stages(size_t message, size_t least) {
+  auto in_ring = [&](int r) { return descriptor(r).has_ring && descriptor(r).input != Holder::ring; };
+  bool rings = true;
+  for (int r = 0; r < size_; r++) rings = rings && in_ring(r);
+  piece_ = std::clamp(std::bit_ceil(message / 4 + 1), std::max<size_t>(32 << 10, std::bit_ceil(least)),
+                      rings ? kRingPieceBytes : kPieceBytes);
   stages_.clear();
-  gauge_.begin();
-  past_caches_ = false;
-  for (int r = 0; r < size_; r++) past_caches_ |= g_.peer(r).block.reads_slowly().load(std::memory_order_relaxed) != 0;
+  depth_ = SIZE_MAX;
   for (int r = 0; r < size_; r++) {
-    const Block& block = g_.peer(r).block;
-    Stage stage{block.stage(), kStageBytes};
-    if (wide) {
-      size_t offset = block.wide_stage().load(std::memory_order_relaxed);  // published with the descriptor
-      if (offset == 0) return false;
-      stage = {g_.resolve(Place::at(r, offset), Stage::bytes(kWideStageBytes)), kWideStageBytes};
-    }
+    Stage stage = {g_.peer(r).block.stage(), kStageBytes, piece_, 0};
+    if (in_ring(r)) stage = {g_.ring_of(r), kRingBytes, piece_, descriptor(r).turn / piece_};
     if (!stage.base) return false;
+    depth_ = std::min(depth_, stage.depth());
     stages_.push_back(stage);
   }
   return true;
+}
+
+void Mover::end_stages(uint64_t pieces) {
+  g_.pieces_ += pieces;
+  g_.turn_ = (g_.turn_ / piece_ + pieces) * piece_ % kRingBytes;
 }
 
 Code Mover::leave() {
@@ -97,18 +92,27 @@ Code Mover::pause(size_t& since) {
 }
 
 Code Mover::run() {
+  const bool buffered = all_buffered();
+  const int64_t began = buffered && c_.gauged ? now_ns() : 0;
+  Code code;
   switch (c_.verb) {
     case Verb::barrier:
       return Code::ok;
     case Verb::all_reduce:
     case Verb::reduce:
     case Verb::reduce_scatter:
-      return all_buffered() ? reduce_buffered() : reduce_shared();
+      code = buffered ? reduce_buffered() : reduce_shared();
+      break;
     case Verb::matmul_reduce:
-      return all_buffered() ? finish_buffered() : finish_shared();
+      code = buffered ? finish_buffered() : finish_shared();
+      break;
     default:
-      return all_buffered() ? copy_buffered() : copy_shared();
+      code = buffered ? copy_buffered() : copy_shared();
   }
+  if (!c_.gauged) return code;
+  if (buffered) c_.worked_ns += now_ns() - began;
+  g_.gauge_.note(c_.verb, c_.gauged, c_.past_caches, c_.worked_ns);
+  return code;
 }
 
 Code Mover::run_alone() {

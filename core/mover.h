@@ -12,25 +12,6 @@
 
 namespace unisono {
 
-// How fast this rank reads what others have put into their stages, and what follows for writing one.
-//
-// A piece that another core has just written comes out of that core's cache: at 5 to 10 GB/s if the two share a last
-// cache, at 1 to 3 if they do not; past the caches it comes at 8 either way. Where a rank runs can change any time (and
-// is invisible in a virtual machine), so readers measure, and ask for the other way for a while when it is slow. This
-// is about speed only, so ranks need not agree.
-class StageGauge {
- public:
-  explicit StageGauge(std::atomic<uint32_t>& slow) : slow_(slow) {}
-  void begin() { bytes_ = 0, ns_ = 0; }
-  void read(size_t bytes, int64_t ns) { bytes_ += bytes, ns_ += ns; }
-  void end(bool past_caches);
-
- private:
-  std::atomic<uint32_t>& slow_;
-  size_t bytes_ = 0;
-  int64_t ns_ = 0;
-};
-
 class Mover {
  public:
   Mover(Group& group, Call& call) : g_(group), c_(call), size_(group.size()), me_(group.rank()) {}
@@ -46,8 +27,9 @@ class Mover {
   bool buffered(int r) const { return descriptor(r).input != Holder::place; }
   bool all_buffered() const;
   size_t bytes(size_t count) const { return count * element_; }
-  bool find_stages();  // false: a rank published an impossible one
-  size_t piece_bytes() const { return stages_[0].piece_bytes; }
+  // For a message of so many bytes, and pieces of at least so many. False: a rank published an impossible stage.
+  bool find_stages(size_t message, size_t least = 0);
+  void end_stages(uint64_t pieces);
   const Stage& stage(size_t r) const { return stages_[r]; }
   Code leave();               // step 6
   Code pause(size_t& since);  // between blocks of long work: has anything happened?
@@ -83,8 +65,8 @@ class Mover {
   const int me_;
   const size_t element_ = dtype_bytes(c_.dtype);
   std::vector<Stage> stages_;
-  StageGauge gauge_{g_.mine_.reads_slowly()};
-  bool past_caches_ = false;  // how this rank writes its stage in this call
+  size_t piece_ = 0;    // bytes of a piece
+  uint64_t depth_ = 0;  // pieces that every stage can hold, going in or coming out
 };
 
 // Non-temporal stores pay when what a call reads and writes, on all ranks, does not fit this anyway.

@@ -93,8 +93,10 @@ Code Mover::reduce_shared() {
   const bool any_in = std::count(in_hidden.begin(), in_hidden.end(), 1) > 0;
   const bool any_out = std::count(out_hidden.begin(), out_hidden.end(), 1) > 0;
   const bool staged = any_in || any_out;
-  if (!find_stages()) return g_.break_with(c_, Code::system, "a rank published an impossible stage", {});
-  const size_t room = piece_bytes() / element_ - spans.size() * 2 * grain;
+  if (staged) g_.ask_gauge(c_, bytes(total));
+  if (!find_stages(bytes(total), spans.size() * 8 * 64))
+    return g_.break_with(c_, Code::system, "a rank published an impossible stage", {});
+  const size_t room = piece_ / element_ - spans.size() * 2 * grain;
   const uint64_t pieces = staged ? (total + room - 1) / room : 1;
   const uint64_t base = g_.pieces_;
   const bool in_place = c_.in && c_.in == c_.out;
@@ -134,18 +136,16 @@ Code Mover::reduce_shared() {
     std::byte* into = stage(self).in(p);
     auto put = [&](size_t s, size_t element, size_t at, size_t count) {
       const std::byte* from = in[s * ranks + self] + bytes(element);
-      past_caches_ ? copy_stream(into + bytes(at), from, bytes(count))
-                   : copy_bytes(into + bytes(at), from, bytes(count));
+      c_.past_caches ? copy_stream(into + bytes(at), from, bytes(count))
+                     : copy_bytes(into + bytes(at), from, bytes(count));
       g_.staged_bytes_.fetch_add(bytes(count), std::memory_order_relaxed);
     };
     each(p, 0, share(n, self), put);
     each(p, share(n, self + 1), n, put);
   };
-  const size_t block = any_out && past_caches_ ? kStagedBlock / element_ : kBlock;
-  const auto hidden_inputs = static_cast<size_t>(std::count(in_hidden.begin(), in_hidden.end(), 1)) - in_hidden[self];
+  const size_t block = any_out && c_.past_caches ? kStagedBlock / element_ : kBlock;
   auto reduce_piece = [&](uint64_t p) {
     size_t n = piece_count(p);
-    int64_t began = now_ns();
     each(p, share(n, self), share(n, self + 1), [&](size_t s, size_t element, size_t at, size_t count) {
       for (size_t done = 0; done < count && code == Code::ok; done += block) {
         size_t part = std::min(block, count - done);
@@ -163,16 +163,15 @@ Code Mover::reduce_shared() {
             dst.push_back(out[s * ranks + r] + bytes(element + done));
         }
         std::byte* staged_at = stage(self).out(p) + bytes(at + done);
-        const bool copy_later = to_stage && past_caches_ && !dst.empty();
+        const bool copy_later = to_stage && c_.past_caches && !dst.empty();
         if (to_stage && !copy_later) dst.push_back(staged_at);
-        bool past = to_stage ? past_caches_ && !copy_later : stream;
+        bool past = to_stage ? c_.past_caches && !copy_later : stream;
         unisono::reduce({c_.dtype, c_.op, part, src.data(), ranks, dst.data(), dst.size(), factors.data(), past});
         if (copy_later) copy_stream(staged_at, dst[0], bytes(part));  // from the first cache
         since += bytes(part) * ranks;
         if (since >= (32 << 20)) code = pause(since);
       }
     });
-    gauge_.read(bytes(share(n, self + 1) - share(n, self)) * hidden_inputs, now_ns() - began);
   };
   auto copy_out = [&](uint64_t p) {
     size_t n = piece_count(p);
@@ -195,20 +194,25 @@ Code Mover::reduce_shared() {
   auto wait = [&](Phase phase, uint64_t p, const std::vector<uint8_t>& who) {
     if (code == Code::ok) code = g.await(c_, phase, base + p + 1, who.data());
   };
+  auto timed = [&](auto work, uint64_t p) {
+    int64_t began = now_ns();
+    work(p);
+    c_.worked_ns += now_ns() - began;
+  };
   const std::vector<uint8_t> everyone(ranks, 1);
   for (uint64_t step = 0; step < pieces + 2 && code == Code::ok; step++) {
     if (step < pieces) {
-      if (step >= kStageDepth && in_hidden[self]) wait(Phase::reduced, step - kStageDepth, everyone);
+      if (step >= depth_ && in_hidden[self]) wait(Phase::reduced, step - depth_, everyone);
       if (code != Code::ok) break;
-      copy_in(step);
+      timed(copy_in, step);
       g.publish(g.mine_.flag(Phase::staged), base + step + 1);
     }
     if (step >= 1 && step - 1 < pieces) {
       uint64_t p = step - 1;
       wait(Phase::staged, p, in_hidden);
-      if (any_out && p >= kStageDepth) wait(Phase::copied, p - kStageDepth, out_hidden);
+      if (any_out && p >= depth_) wait(Phase::copied, p - depth_, out_hidden);
       if (code != Code::ok) break;
-      reduce_piece(p);
+      timed(reduce_piece, p);
       if (code != Code::ok) break;
       g.publish(g.mine_.flag(Phase::reduced), base + p + 1);
     }
@@ -217,14 +221,13 @@ Code Mover::reduce_shared() {
       if (out_hidden[self]) {
         wait(Phase::reduced, p, everyone);
         if (code != Code::ok) break;
-        copy_out(p);
+        timed(copy_out, p);
       }
       g.publish(g.mine_.flag(Phase::copied), base + p + 1);
     }
   }
   if (code != Code::ok) return code;
-  g.pieces_ += pieces;
-  gauge_.end(past_caches_);
+  end_stages(pieces);
   return leave();
 }
 

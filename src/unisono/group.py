@@ -43,7 +43,8 @@ def _reduce_ops() -> dict[Any, int]:
     return table
 
 
-_RedOpType = dist.ReduceOp.RedOpType
+_ReduceOp = dist.ReduceOp
+_RedOpType = _ReduceOp.RedOpType
 _OPS = _reduce_ops()
 _PREMUL_SUM = _OPS["premul_sum"]
 # A ReduceOp hashes to the number of its type, the quickest way to tell which it is.
@@ -53,7 +54,7 @@ _BY_HASH = {hash(op): code for op, code in _OPS.items() if isinstance(op, _RedOp
 def _reduce_op(op: Any, factor: float | None) -> tuple[int, float]:
     """The core's number of a reduce operation, and the factor of a premul_sum."""
     kind = type(op)  # comparing a ReduceOp, or asking isinstance about it, takes microseconds
-    if kind is dist.ReduceOp:
+    if kind is _ReduceOp:
         code: int | None = _BY_HASH[hash(op)]
         if code == _PREMUL_SUM and factor is None:
             state: Any = op.__getstate__()

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, BarrierOptions, Store
+from torch._C._distributed_c10d import AllreduceOptions, Backend, BarrierOptions, Store
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from . import groups, monitor, refusals, sparse, tensors, torch_fallbacks  # noqa: F401  (registers its kernels)
@@ -190,6 +190,18 @@ class Face:
     # -- collectives
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        if type(opts) is AllreduceOptions and not opts.asyncOp and self._batch is None and not _profiling():
+            # The usual call in the fewest steps; whatever is refused here goes the long way below.
+            limit = opts.timeout
+            try:
+                self.unisono_group.all_reduce(
+                    *tensors,
+                    opts.reduceOp,
+                    timeout_s=self._timeout_s if limit == _UNSET else limit.total_seconds(),
+                )
+                return FINISHED
+            except (TypeError, ValueError):
+                pass
         tensor = _one(tensors)
         op, options = _reduction(opts)
         if tensor.layout is not torch.strided:
@@ -199,7 +211,7 @@ class Face:
                 odd = () if tensor.layout is torch.sparse_coo else (tensor,)
                 raise refusals.refusal("all_reduce", odd, error) from None
         work = self._run("all_reduce", self.unisono_group.all_reduce, (tensor, op), [tensor], options, timeout)
-        if tensor.numel() <= 8:
+        if work is not FINISHED and tensor.numel() <= 8:
             self._small.append(work)
         return work
 
@@ -360,17 +372,19 @@ class Face:
     ) -> Work:
         """Calls a verb of the group: now if torch's options say asyncOp=False, else in the background."""
         now, timeout_s = self._manner(opts, timeout)
+        now = now and self._batch is None
         end = _record(name, arguments) if _profiling() else None
         try:
-            if now and self._batch is None:
-                _call(verb, arguments, False, timeout_s)
-                if end is not None:
-                    end()
-                return FINISHED
-            work = Work((_call(verb, arguments, True, timeout_s),), outputs, end)
+            handle = verb(*arguments, async_op=not now, timeout_s=timeout_s)
+            copies: tuple[Copies, ...] = ()
         except (TypeError, ValueError) as error:
             handle, copies = _again(name, verb, arguments, outputs, timeout_s, error, end)
-            work = Work((handle,), outputs, end, (copies,))
+            now = False
+        if now:
+            if end is not None:
+                end()
+            return FINISHED
+        work = Work((handle,), outputs, end, copies)
         if self._batch is not None:
             self._batch.append(work)
         return work
@@ -386,10 +400,10 @@ class Face:
         copies: list[Copies] = []
         for arguments in calls:
             try:
-                handle = _call(verb, arguments, not now, timeout_s)
+                handle = verb(*arguments, async_op=not now, timeout_s=timeout_s)
             except (TypeError, ValueError) as error:
                 handle, copied = _again(name, verb, arguments, outputs, timeout_s, error, end)
-                copies.append(copied)
+                copies += copied
             if handle is not None:
                 handles.append(handle)
         if end is not None and not handles:
@@ -404,7 +418,7 @@ class Face:
         try:
             if tag < 0:
                 raise ValueError("Tag must be nonnegative")  # others are ours, see monitored_barrier
-            handle: Handle = _call(verb, (tensor, peer, tag), True, self._timeout_s)
+            handle = verb(_settled(tensor), peer, tag, async_op=True, timeout_s=self._timeout_s)
         except (TypeError, ValueError) as error:
             if end is not None:
                 end()
@@ -416,12 +430,10 @@ class Face:
 
     def _manner(self, opts: Any, timeout: timedelta | None) -> tuple[bool, float]:
         """Whether to run the call now, and its time limit in seconds, 0 for the group's."""
-        now, limit = False, timeout
-        if isinstance(opts, timedelta):
-            limit = opts
-        elif opts is not None and not isinstance(opts, int):
-            now = not opts.asyncOp
-            limit = opts.timeout
+        if opts is None or isinstance(opts, (int, timedelta)):
+            now, limit = False, opts if isinstance(opts, timedelta) else timeout
+        else:
+            now, limit = not opts.asyncOp, opts.timeout
         return now, self._timeout_s if limit is None or limit == _UNSET else limit.total_seconds()
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -513,28 +525,21 @@ def _again(
     timeout_s: float,
     error: Exception,
     end: Callable[[], None] | None,
-) -> tuple[Handle, Copies]:
-    """Makes a call that was refused with contiguous copies, if there is something to copy; else torch's error."""
-    copies = Copies(arguments, flat(outputs))
-    if copies:
+) -> tuple[Handle, tuple[Copies, ...]]:
+    """Makes a call that was refused with settled tensors and contiguous copies where there are any; else torch's error.
+
+    The result of a functional collective that nobody has used yet has no memory of its own, and is to be settled.
+    """
+    settled = tuple(_settled(argument) for argument in arguments)
+    copies = Copies(settled, [_settled(output) for output in flat(outputs)])
+    if copies or any(a is not b for a, b in zip(settled, arguments, strict=True)):
         try:
-            return verb(*copies.arguments, async_op=True, timeout_s=timeout_s), copies
+            return verb(*copies.arguments, async_op=True, timeout_s=timeout_s), (copies,)
         except (TypeError, ValueError) as second:
             error = second
     if end is not None:
         end()
     raise refusals.refusal(name, arguments, error) from None
-
-
-def _call(verb: Callable[..., Any], arguments: tuple[Any, ...], async_op: bool, timeout_s: float) -> Any:
-    try:
-        return verb(*arguments, async_op=async_op, timeout_s=timeout_s)
-    except ValueError:
-        # The result of a functional collective that nobody has used yet has no memory of its own.
-        settled = tuple(_settled(argument) for argument in arguments)
-        if all(a is b for a, b in zip(settled, arguments, strict=True)):
-            raise
-        return verb(*settled, async_op=async_op, timeout_s=timeout_s)
 
 
 def _settled(argument: Any) -> Any:

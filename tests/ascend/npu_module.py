@@ -154,6 +154,11 @@ def grouped_matmul():
         close(gmm([nx], [swapped], group_list=totals, group_type=0, split_item=2), [bare])
         cube = torch.randn(2, 3, 5).to(dtype)
         close(gmm([cube.npu()], [nws[0]], group_type=-1), [_product(cube, ws[0])])
+        across = x.t().contiguous()  # groups of columns, and of the rows of the weight
+        tall = torch.randn(7, 4).to(dtype)
+        along_k = torch.stack([_product(a.t(), b) for a, b in zip(parts, tall.split(rows), strict=True)])
+        for columns in (across.npu(), nx.t()):
+            close(gmm([columns], [tall.npu()], group_list=totals, group_type=2, split_item=3), [along_k])
         close(gmm([nx], [nws[0]], scale=[], offset=[], antiquant_scale=[], bias=[]), [_product(x, ws[0])])
     x, w = torch.randn(4, 3).npu().requires_grad_(), torch.randn(2, 3, 2).npu().requires_grad_()
     torch_npu.npu_grouped_matmul([x], [w], group_list=[1, 4], split_item=3)[0].sum().backward()
@@ -177,6 +182,8 @@ def grouped_matmul():
         ({"group_list": [1, 2, 4]}, "needs a 'group_list' of as many, got 3 numbers"),
         ({"split_item": 5}, "The given split_item [5] is invalid, which must be one of 0/1/2/3"),
         ({"group_list": [1, 4], "bias": [w[0, 0]]}, "Expected as many biases as weights (2), got 1"),
+        ({"group_list": [1, 3], "group_type": 2}, "group_type 2 takes one x, one weight, no bias, and split_item 2"),
+        ({"group_list": [1, 3], "group_type": 2, "split_item": 3}, "needs x [M, K], weight [K, N] and a 'group_list'"),
     ):
         expect(RuntimeError, text, call, [x], [w], **options)
     expect(RuntimeError, "Neither x nor weight could be empty.", call, [], [])
@@ -203,7 +210,14 @@ def gmm():
         ones = torch.ones(6, 5)
         grads = [g @ b.float().t() for g, b in zip(ones.split([1, 3, 2]), w.detach().cpu(), strict=True)]
         torch.testing.assert_close(x.grad.cpu().float(), torch.cat(grads), rtol=1e-2, atol=1e-2)
-    expect(NotImplementedError, "npu_gmm(group_type=2) is not emulated", npu_gmm, x, w, group_list=[6], group_type=2)
+        wide = torch.randn(6, 3).to(dtype).npu().requires_grad_()
+        y = npu_gmm(x.t(), wide, group_list=[1, 4, 6], group_type=2)
+        pairs = zip(x.detach().cpu().split([1, 3, 2]), wide.detach().cpu().split([1, 3, 2]), strict=True)
+        want = torch.stack([_product(a.t(), b) for a, b in pairs])
+        torch.testing.assert_close(y.detach().cpu().double(), want, rtol=torch.finfo(dtype).eps, atol=1e-5)
+        y.sum().backward()
+        assert wide.grad.shape == wide.shape
+    expect(NotImplementedError, "npu_gmm(group_type=1) is not emulated", npu_gmm, x, w, group_list=[6], group_type=1)
     expect(NotImplementedError, "with torch.int8, its quantized mode", npu_gmm, x.to(torch.int8), w, group_list=[6])
     expect(TypeError, "'group_list' must be a torch.Tensor, got list", npu_gmm_v2, x, w, group_list=[1, 3, 2])
     expect(ValueError, "needs a group_list and a weight [E, K, N]", npu_gmm, x, w)

@@ -69,10 +69,12 @@ def npu_grouped_matmul(
     E tensors  E × [K_i, N_i]             none or rows  E, or with split_item 2, 3
     one [M, K] E × [K, N_i]               needed        one: the rows of all
     one [M, K] one [E, K, N]              needed        one [M, N] (split_item 2, 3)
+    one [M, K] one [K, N], group_type 2   needed        one [E, M, N] (split_item 2, 3)
     ========== ========================== ============= ===========================
 
     A list of numbers holds running totals of rows; a tensor too (group_list_type 0), or counts (group_list_type 1).
-    ``group_type`` is None or -1 for groups that are tensors of their own, 0 for groups of rows.
+    ``group_type`` is None or -1 for groups that are tensors of their own, 0 for groups of rows, 2 for groups
+    of columns of x and rows of the weight, as the gradients of weights need them.
     """
     name = "torch_npu.npu_grouped_matmul"
     _refuse_modes(
@@ -101,9 +103,13 @@ def npu_grouped_matmul(
         raise RuntimeError(f"Expected group_list_type 0, 1 or 2, got {group_list_type}")
     one_output = split_item in (2, 3)
     totals = not isinstance(group_list, Tensor) or group_list_type in (None, 0)
-    if isinstance(group_list, Tensor) and group_type not in (None, -1, 0):
+    if group_type not in (None, -1, 0, 2):
         refuse(f"{name}(group_type={group_type})")
     counts = None if group_list is None else _counts(name, group_list, totals)
+    if group_type == 2:
+        if not one_output or len(xs) != 1 or len(weights) != 1 or bias:
+            raise RuntimeError(f"{name}: group_type 2 takes one x, one weight, no bias, and split_item 2 or 3")
+        return [_products_along_k(name, xs[0], weights[0], counts)]
     parts, matrices = _groups(name, xs, weights, counts)
     biases = _biases(name, bias, len(matrices))
     products = [_product(part, matrix, b) for part, matrix, b in zip(parts, matrices, biases, strict=True)]
@@ -129,6 +135,7 @@ def npu_gmm(
 ) -> Tensor:
     """Multiplies groups of rows of x by the matrices of ``weight [E, K, N]``; group_list holds running totals.
 
+    With group_type 2 groups of columns of x by groups of rows of ``weight [K, N]``, which gives ``[E, M, N]``.
     MindSpeed's ``mindspeed.ops.gmm.npu_gmm``.
     """
     return _gmm("npu_gmm", x, weight, bias, group_list, group_type, gemm_fusion, totals=True)
@@ -158,15 +165,20 @@ def _gmm(
     _refuse_dtypes(name, x, weight)
     if gemm_fusion:
         refuse(f"{name}(gemm_fusion=True)")
-    if group_type != 0:
+    if group_type not in (0, 2):
         refuse(f"{name}(group_type={group_type})")
-    if group_list is None or weight.dim() != 3:
+    if group_type == 0 and (group_list is None or weight.dim() != 3):
         raise ValueError(f"{name}: group_type 0 needs a group_list and a weight [E, K, N], got {tuple(weight.shape)}")
     if isinstance(group_list, Tensor) and group_list.dtype != torch.int64:
         raise TypeError(f"{name}: argument 'group_list' must be of int64, got {group_list.dtype}")
     if not totals and not isinstance(group_list, Tensor):
         raise TypeError(f"{name}: argument 'group_list' must be a torch.Tensor, got {type(group_list).__name__}")
-    parts, matrices = _groups(name, [x], [weight], _counts(name, group_list, totals))
+    counts = None if group_list is None else _counts(name, group_list, totals)
+    if group_type == 2:
+        if bias is not None:
+            raise ValueError(f"{name}: group_type 2 takes no bias")
+        return _products_along_k(name, x, weight, counts)
+    parts, matrices = _groups(name, [x], [weight], counts)
     biases = [None] * len(matrices) if bias is None else list(bias.reshape(len(matrices), -1))
     return torch.cat([_product(part, matrix, b) for part, matrix, b in zip(parts, matrices, biases, strict=True)])
 
@@ -372,6 +384,15 @@ def _groups(
     if sum(counts) != xs[0].shape[0]:
         raise RuntimeError(f"{name}: 'group_list' is about {sum(counts)} rows, x has {xs[0].shape[0]}")
     return list(xs[0].split(counts)), matrices
+
+
+def _products_along_k(name: str, x: Tensor, weight: Tensor, counts: list[int] | None) -> Tensor:
+    """One product per group of columns of x and rows of the weight; zeros for an empty group."""
+    if counts is None or x.dim() != 2 or weight.dim() != 2 or sum(counts) != x.shape[1] or x.shape[1] != len(weight):
+        got = f"x {list(x.shape)}, weight {list(weight.shape)}, groups of {counts}"
+        raise RuntimeError(f"{name}: group_type 2 needs x [M, K], weight [K, N] and a 'group_list' about K, got {got}")
+    parts = zip(x.split(counts, dim=1), weight.split(counts), strict=True)
+    return torch.stack([_product(columns, rows, None) for columns, rows in parts])
 
 
 def _biases(name: str, bias: Any, number: int) -> list[Tensor | None]:
