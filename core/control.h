@@ -26,6 +26,7 @@ constexpr size_t kStageBytes = 512 << 10;  // half of it for pieces going in, ha
 constexpr size_t kPieceBytes = 128 << 10;  // the longest piece in a stage
 constexpr size_t kRingBytes = 4 << 20;     // more than twice a second-level cache
 constexpr size_t kRingPieceBytes = 256 << 10;
+constexpr size_t kRingSlotBytes = 1 << 20;
 constexpr size_t kRingFrom = 4 << 10;         // bytes of the input
 constexpr size_t kCrowdedRingFrom = 4 << 20;  // the same with more ranks than processors, where caches help less
 constexpr size_t kNoteBytes = 496;

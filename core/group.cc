@@ -12,11 +12,12 @@ namespace unisono {
 namespace {
 
 // Small inputs travel in a slot: one round, and no rank waits for another to leave. All-reduce reads every slot on
-// every rank, so its limit shrinks with the number of ranks.
-size_t slot_limit(Verb verb, int size) {
+// every rank, so its limit shrinks with the number of ranks; in a reduce-scatter those with small parts would idle.
+size_t slot_limit(Verb verb, int size, bool in_ring) {
+  const size_t most = in_ring ? kRingSlotBytes : kSlotBytes;
   if (verb == Verb::all_reduce || verb == Verb::reduce || verb == Verb::matmul_reduce)
-    return std::clamp<size_t>((128 << 10) / static_cast<size_t>(size), 2048, kSlotBytes);
-  return kSlotBytes;
+    return std::clamp<size_t>((in_ring ? 256 << 10 : 128 << 10) / static_cast<size_t>(size), 2048, most);
+  return verb == Verb::reduce_scatter ? kSlotBytes : most;
 }
 
 // From here on a tensor in the heap is read where it is: a second round costs less than copying it into the slot and
@@ -254,13 +255,15 @@ void Group::describe(Call& call, Descriptor& d) {
   std::byte* held = nullptr;
   if (bytes <= kInlineBytes) {
     held = d.payload;
-  } else if (bytes <= slot_limit(call.verb, size) && !(bytes > kDirectFrom && !facts_.crowded && heap_->holds(probe))) {
+  } else if (bytes <= slot_limit(call.verb, size, d.has_ring) &&
+             !(bytes > kDirectFrom && !facts_.crowded && heap_->holds(probe))) {
     const bool in_ring = d.has_ring && bytes > kRingFrom;
     d.input = in_ring ? Holder::ring : Holder::slot;
     if (in_ring) {
-      if (turn_ > kRingBytes - kSlotBytes) d.turn = turn_ = 0;
+      if (turn_ > kRingBytes - bytes) d.turn = turn_ = 0;
       held = ring_of(facts_.rank) + turn_;
       turn_ += (bytes + 4095) / 4096 * 4096;
+      staged_bytes_.fetch_add(bytes, std::memory_order_relaxed);
     } else {
       held = mine_.slot(call.seq);
     }
@@ -322,8 +325,8 @@ Code Group::check(Call& call) {
   auto holds = [&](int r, size_t count) {
     const Descriptor& d = peer(r).block.descriptor(call.seq);
     if (d.input > Holder::ring) return false;
-    if (d.input == Holder::ring && (!ring_of(r) || d.turn > kRingBytes - kSlotBytes)) return false;
     size_t most = d.input == Holder::place ? SIZE_MAX : d.input == Holder::inlined ? kInlineBytes : kSlotBytes;
+    if (d.input == Holder::ring) most = ring_of(r) ? kRingBytes - std::min(d.turn, kRingBytes) : 0;
     return count <= most / dtype_bytes(call.dtype);
   };
   auto impossible = [&](int r) {

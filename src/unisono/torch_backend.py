@@ -194,11 +194,8 @@ class Face:
             # The usual call in the fewest steps; whatever is refused here goes the long way below.
             limit = opts.timeout
             try:
-                self.unisono_group.all_reduce(
-                    *tensors,
-                    opts.reduceOp,
-                    timeout_s=self._timeout_s if limit == _UNSET else limit.total_seconds(),
-                )
+                timeout_s = self._timeout_s if limit == _UNSET else limit.total_seconds()
+                self.unisono_group.all_reduce(*tensors, opts.reduceOp, timeout_s=timeout_s)  # type: ignore[arg-type]
                 return FINISHED
             except (TypeError, ValueError):
                 pass
