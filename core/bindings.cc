@@ -150,6 +150,7 @@ class Communicator {
   nb::object barrier(double timeout_s, bool async) {
     Call call;
     call.verb = Verb::barrier;
+    if (!async) return now(call, {}, timeout_s);
     return finish(call, {}, {}, nb::list(), timeout_s, async);
   }
 

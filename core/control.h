@@ -45,7 +45,9 @@ struct Place {
   size_t offset() const { return word & ((uint64_t{1} << 48) - 1); }
 };
 
-enum class Holder : uint8_t { place, inlined, slot, ring };  // what holds a rank's input
+// What holds a rank's input. `kept` is for a root that everybody else sends to: nobody else reads its input, unless the
+// others' are too long for their slots; then it is a hidden one.
+enum class Holder : uint8_t { place, inlined, slot, ring, kept };
 
 struct alignas(kLineBytes) Descriptor {
   // First 64 bytes: all a small call needs.

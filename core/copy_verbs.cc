@@ -47,7 +47,7 @@ std::byte* Mover::segment_target(int from, int to) const {
 // line or slot is visible to all.
 Place Mover::source_place(int from, int to) const {
   const Descriptor& d = descriptor(from);
-  if (d.input != Holder::place) return Place{1};
+  if (held(from)) return Place{1};
   return d.has_table && entry(from, to).in_count ? entry(from, to).in : d.in;
 }
 

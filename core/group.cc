@@ -258,8 +258,14 @@ void Group::describe(Call& call, Descriptor& d) {
   } else if (bytes <= slot_limit(call.verb, size, d.has_ring) &&
              !(bytes > kDirectFrom && !facts_.crowded && heap_->holds(probe))) {
     const bool in_ring = d.has_ring && bytes > kRingFrom;
-    d.input = in_ring ? Holder::ring : Holder::slot;
-    if (in_ring) {
+    const bool is_kept = call.root == facts_.rank && (call.verb == Verb::reduce || call.verb == Verb::gather);
+    if (is_kept)
+      d.input = Holder::kept;
+    else
+      d.input = in_ring ? Holder::ring : Holder::slot;
+    if (is_kept) {
+      d.in = {};
+    } else if (in_ring) {
       if (turn_ > kRingBytes - bytes) d.turn = turn_ = 0;
       held = ring_of(facts_.rank) + turn_;
       turn_ += (bytes + 4095) / 4096 * 4096;
@@ -324,8 +330,10 @@ Code Group::check(Call& call) {
   }
   auto holds = [&](int r, size_t count) {
     const Descriptor& d = peer(r).block.descriptor(call.seq);
-    if (d.input > Holder::ring) return false;
-    size_t most = d.input == Holder::place ? SIZE_MAX : d.input == Holder::inlined ? kInlineBytes : kSlotBytes;
+    if (d.input > Holder::kept) return false;
+    size_t most = d.input == Holder::place || d.input == Holder::kept ? SIZE_MAX
+                  : d.input == Holder::inlined                        ? kInlineBytes
+                                                                      : kSlotBytes;
     if (d.input == Holder::ring) most = ring_of(r) ? kRingBytes - std::min(d.turn, kRingBytes) : 0;
     return count <= most / dtype_bytes(call.dtype);
   };

@@ -34,17 +34,16 @@ bool Mover::all_buffered() const {
 const std::byte* Mover::input(int r, int j, size_t count) const {
   if (r == me_) return c_.in_parts ? c_.in_parts[j].ptr : c_.in;
   const Descriptor& d = descriptor(r);
-  if (d.input == Holder::place)
-    return g_.resolve(d.has_table && entry(r, j).in_count ? entry(r, j).in : d.in, bytes(count));
-  const std::byte* held = d.input == Holder::inlined ? d.payload
-                          : d.input == Holder::slot  ? g_.peer(r).block.slot(c_.seq)
-                                                     : g_.ring_of(r) + d.turn;
+  if (!held(r)) return g_.resolve(d.has_table && entry(r, j).in_count ? entry(r, j).in : d.in, bytes(count));
+  const std::byte* at = d.input == Holder::inlined ? d.payload
+                        : d.input == Holder::slot  ? g_.peer(r).block.slot(c_.seq)
+                                                   : g_.ring_of(r) + d.turn;
   if (c_.verb == Verb::reduce_scatter) {
-    for (int k = 0; k < j; k++) held += bytes(c_.in_parts[k].count);
+    for (int k = 0; k < j; k++) at += bytes(c_.in_parts[k].count);
   } else if (c_.verb == Verb::all_to_all || c_.verb == Verb::scatter) {
-    for (int k = 0; k < j; k++) held += bytes(entry(r, k).in_count);
+    for (int k = 0; k < j; k++) at += bytes(entry(r, k).in_count);
   }
-  return held;
+  return at;
 }
 
 std::byte* Mover::output(int r, int j, size_t count) const {

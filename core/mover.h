@@ -25,6 +25,8 @@ class Mover {
   const Descriptor& descriptor(int r) const { return g_.peer(r).block.descriptor(c_.seq); }
   const TableEntry& entry(int r, int j) const { return g_.peer(r).block.table(c_.seq)[j]; }
   bool buffered(int r) const { return descriptor(r).input != Holder::place; }
+  // Whether the input is held in a line or slot, where all ranks see it.
+  bool held(int r) const { return buffered(r) && descriptor(r).input != Holder::kept; }
   bool all_buffered() const;
   size_t bytes(size_t count) const { return count * element_; }
   // For a message of so many bytes, and pieces of at least so many. False: a rank published an impossible stage.

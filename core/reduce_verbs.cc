@@ -75,7 +75,7 @@ Code Mover::reduce_shared() {
       const int j = static_cast<int>(s);
       if (n == 0) continue;
       in[s * ranks + static_cast<size_t>(r)] = input(r, j, n);
-      if (d.input == Holder::place && !(d.has_table && entry(r, j).in_count ? entry(r, j).in : d.in))
+      if (!held(r) && !(d.has_table && entry(r, j).in_count ? entry(r, j).in : d.in))
         in_hidden[static_cast<size_t>(r)] = 1;
       if (spans[s].dest == -1 || spans[s].dest == r) {
         out[s * ranks + static_cast<size_t>(r)] = output(r, 0, n);
