@@ -415,7 +415,7 @@ class Communicator {
     call.may_interrupt = true;
     call.describe = [&call, tensor] {
       nb::gil_scoped_acquire gil;
-      return call_words(call) + tensor_words(tensor) + "   " + site();
+      return call_words(call) + (tensor ? tensor_words(tensor) : "") + "   " + site();
     };
     Code code;
     {

@@ -23,6 +23,13 @@ bool peers_are_done(Group& g) {
   return true;
 }
 
+constexpr int64_t kFlush = 1'000'000'000;  // how long a closing rank waits for receivers of its short sends
+
+void nap() {  // between two looks at messages that nobody waits for
+  timespec some{0, 50'000};
+  nanosleep(&some, nullptr);
+}
+
 constexpr std::chrono::milliseconds kSpareLife{100};  // how long a thread without the post stays
 
 thread_local Engine* serving = nullptr;  // the engine whose post this thread has, if it is a progress thread
@@ -101,6 +108,7 @@ void Engine::submit(std::shared_ptr<Ticket> ticket) {
   if (ticket->message) {
     in_flight_.fetch_add(1, std::memory_order_relaxed);
     post_->add(ticket->message);
+    if (ticket->message->finished.load(std::memory_order_acquire)) return end_message(*ticket);
   }
   {
     std::lock_guard lock(queue_mutex_);
@@ -121,7 +129,7 @@ void Engine::submit(std::shared_ptr<Ticket> ticket) {
       if (!ticket->done.load(std::memory_order_acquire)) finish(*ticket, cause.code);
     }
   }
-  changed_.notify_one();
+  work_.notify_one();
 }
 
 // Without a thread (a limit of the system), whoever waits does the work.
@@ -272,12 +280,16 @@ void Engine::end_pending() {
       over = std::move(*found);
       messages_.erase(found);
     }
-    in_flight_.fetch_sub(1, std::memory_order_relaxed);
-    over->call.failure = over->message->failure;
-    over->call.failure.verb = over->call.verb;
-    over->call.failure.seq = over->message->seq;
-    finish(*over, over->message->failure.code);
+    end_message(*over);
   }
+}
+
+void Engine::end_message(Ticket& ticket) {
+  in_flight_.fetch_sub(1, std::memory_order_relaxed);
+  ticket.call.failure = ticket.message->failure;
+  ticket.call.failure.verb = ticket.call.verb;
+  ticket.call.failure.seq = ticket.message->seq;
+  finish(ticket, ticket.message->failure.code);
 }
 
 bool Engine::take_post() {
@@ -306,7 +318,7 @@ bool Engine::progress_once() {
   bool messages;
   {
     std::unique_lock lock(queue_mutex_);
-    changed_.wait(lock, [&] { return stop_.load() || !queue_.empty() || !messages_.empty(); });
+    work_.wait(lock, [&] { return stop_.load() || !queue_.empty() || !messages_.empty(); });
     if (stop_.load() && queue_.empty() && messages_.empty()) return false;
     messages = !messages_.empty();
   }
@@ -351,6 +363,9 @@ bool Engine::progress_once() {
       Code code = group_->await_until(
           watcher,
           [&] {
+            // Whoever waits for a message moves it; this thread is for those nobody waits for, and keeps out of the
+            // way.
+            nap();
             post_->advance();
             return now_ns() > until || queued_.load() || std::any_of(pending.begin(), pending.end(), [](const auto& t) {
                      return t->message->finished.load(std::memory_order_acquire);
@@ -367,6 +382,8 @@ bool Engine::progress_once() {
 
 void Engine::close(const std::string& reason, int64_t linger_ns) {
   if (generation_ != fork_generation()) return;  // the parent's, and its locks may be held by threads that are not here
+  // Callers count on short sends from the moment those return.
+  for (int64_t until = now_ns() + kFlush; now_ns() < until && !group_->stopped() && post_->owes_letters();) nap();
   group_->close(reason);
   {
     std::lock_guard lock(queue_mutex_);
@@ -375,6 +392,7 @@ void Engine::close(const std::string& reason, int64_t linger_ns) {
     stop_.store(true);
   }
   changed_.notify_all();
+  work_.notify_all();
   needed_.notify_all();
   Failure cause;
   group_->usable(cause);

@@ -58,11 +58,13 @@ class Engine {
   static void mark_done(Ticket& ticket, Code code);
   void announce(Ticket& ticket);
   void end_pending();
+  void end_message(Ticket& ticket);
 
   std::unique_ptr<Group> group_;
   std::unique_ptr<Post> post_;
   std::mutex queue_mutex_;
-  std::condition_variable changed_;
+  std::condition_variable changed_;  // a ticket is done
+  std::condition_variable work_;     // there is something in queue_ or messages_, or stop_ changed
   std::deque<std::shared_ptr<Ticket>> queue_;
   std::vector<std::shared_ptr<Ticket>> messages_;  // asynchronous ones not finished yet
   std::atomic<size_t> queued_{0};

@@ -109,6 +109,7 @@ class Group {
   // Leave: peers learn it; calls return `closed`. Waiting calls of other threads end with `closed` too.
   void close(const std::string& reason);
   bool usable(Failure& failure);
+  bool stopped() const { return stopped_.load(std::memory_order_acquire); }  // broken or closed
 
   const GroupFacts& facts() const { return facts_; }
   void rename(const std::string& name) { facts_.name = name; }  // before calls are under way

@@ -9,14 +9,54 @@
 namespace unisono {
 namespace {
 
-constexpr size_t kEager = 64 << 10;    // a send of up to this many bytes is over as soon as it is copied
-constexpr size_t kBuffer = 256 << 10;  // staging of one longer send
-constexpr size_t kTurn = 64 << 10;     // bytes moved before the other end is told
+constexpr size_t kEager = 64 << 10;         // a send of up to this many bytes is over as soon as it is copied
+constexpr size_t kBuffer = kRingBytes / 2;  // staging of one longer send
+constexpr size_t kTurn = 16 << 10;          // bytes moved before the other end is told
+constexpr size_t kSweepFrom = 8;            // buffers that wait for their receivers before we look
 
 }  // namespace
 
+Arena::~Arena() {
+  if (base_ && is_lost_) heap_.quarantine(base_);
+  if (base_) heap_.release(base_);
+}
+
+std::byte* Arena::take(size_t bytes, Failure& failure) {
+  if (!base_) {
+    Failure none;
+    base_ = static_cast<std::byte*>(heap_.allocate(kRingBytes, none));
+  }
+  while (!ranges_.empty() && !ranges_.front().used) ranges_.pop_front();
+  const size_t size = (bytes + 4095) / 4096 * 4096;
+  size_t at = ranges_.empty() ? next_ : ranges_.back().end;
+  if (at + size > kRingBytes) at = 0;
+  // Free is what lies behind the youngest range and before the oldest one.
+  bool fits = base_ && size <= kRingBytes;
+  for (const Range& r : ranges_) fits = fits && (at + size <= r.begin || at >= r.end);
+  if (!fits) return static_cast<std::byte*>(heap_.allocate(bytes, failure));
+  ranges_.push_back({at, at + size, true});
+  next_ = at + size;
+  return base_ + at;
+}
+
+void Arena::give(std::byte* at) {
+  if (!owns(at)) return heap_.release(at);
+  for (Range& r : ranges_)
+    if (base_ + r.begin == at) r.used = false;
+}
+
+void Arena::quarantine(std::byte* at) {
+  if (owns(at)) {
+    is_lost_ = true;
+  } else {
+    heap_.quarantine(at);
+    heap_.release(at);
+  }
+}
+
 Post::Post(Group& group)
     : g_(group),
+      arena_(group.heap()),
       next_out_(static_cast<size_t>(group.size())),
       next_in_(static_cast<size_t>(group.size())),
       holders_(static_cast<size_t>(group.size()), std::vector<uint8_t>(group.peer(group.rank()).block.ring())),
@@ -27,17 +67,36 @@ Post::~Post() {
   sweep();
   // What a receiver may still read is never handed out again.
   for (const Lingering& l : lingering_)
-    if (l.buffer) {
-      g_.heap().quarantine(l.buffer);
-      g_.heap().release(l.buffer);
-    }
+    if (l.buffer) arena_.quarantine(l.buffer);
 }
 
 void Post::add(std::shared_ptr<Message> message) {
   std::lock_guard lock(mutex_);
-  message->seq = ++count_;
-  (message->sending ? sends_ : receives_).push_back(std::move(message));
-  step();
+  Message& m = *message;
+  m.seq = ++count_;
+  if (m.sending) {
+    if (lingering_.size() > kSweepFrom) sweep();
+    const bool waits = std::any_of(sends_.begin(), sends_.end(),
+                                   [&](const auto& other) { return !other->started && other->peer == m.peer; });
+    if (waits)
+      set_aside(m);
+    else
+      step_send(m);
+    if (!is_over(m)) sends_.push_back(std::move(message));
+  } else {
+    // With others before it, it has its turn in the next step: they may want the same letter.
+    if (receives_.empty()) {
+      steps_++;
+      step_receive(m);
+    }
+    if (!is_over(m)) receives_.push_back(std::move(message));
+  }
+  pending_.store(sends_.size() + receives_.size(), std::memory_order_relaxed);
+}
+
+// A send that found no letter is over for its caller only.
+bool Post::is_over(const Message& m) {
+  return m.finished.load(std::memory_order_relaxed) && (!m.sending || m.started || m.failure.code != Code::ok);
 }
 
 void Post::finish(Message& m) {
@@ -47,7 +106,7 @@ void Post::finish(Message& m) {
 void Post::sweep() {
   std::erase_if(lingering_, [&](const Lingering& l) {
     if (g_.peer(l.peer).block.reply(g_.rank(), l.letter).done.load(std::memory_order_acquire) <= l.letter) return false;
-    if (l.buffer) g_.heap().release(l.buffer);
+    if (l.buffer) arena_.give(l.buffer);
     return true;
   });
 }
@@ -89,7 +148,7 @@ bool Post::step_send(Message& m) {
       letter.place = place;
     } else {
       letter.kind = static_cast<uint8_t>(LetterKind::staged);
-      m.buffer = static_cast<std::byte*>(g_.heap().allocate(std::min(m.bytes, kBuffer), m.failure));
+      m.buffer = arena_.take(std::min(m.bytes, kBuffer), m.failure);
       if (!m.buffer) {
         finish(m);
         return true;
@@ -102,7 +161,6 @@ bool Post::step_send(Message& m) {
     next_out_[to]++;
     g_.publish(letter.posted, i + 1);
     if (letter.kind == static_cast<uint8_t>(LetterKind::inlined)) {
-      lingering_.push_back({m.peer, i, nullptr});
       holders_[to][i % ring] = 0;
       finish(m);
       return true;
@@ -117,7 +175,7 @@ bool Post::step_send(Message& m) {
              dtype_name(static_cast<DType>(reply.wanted_dtype)) + ", rank " + std::to_string(me) + " sent " +
              std::to_string(m.bytes) + " bytes of " + dtype_name(m.dtype),
          {m.peer});
-    if (m.buffer) g_.heap().release(m.buffer);
+    if (m.buffer) arena_.give(m.buffer);
     holders_[to][m.letter % ring] = 0;
     finish(m);
     return true;
@@ -309,8 +367,7 @@ void Post::step() {
     }
     step_send(m);
     if (!m.started) blocked[static_cast<size_t>(m.peer)] = 1;
-    bool over = m.finished.load(std::memory_order_relaxed) && (m.started || m.failure.code != Code::ok);
-    it = over ? sends_.erase(it) : std::next(it);
+    it = is_over(m) ? sends_.erase(it) : std::next(it);
   }
   for (auto& held : unasked_)
     if (!held->finished.load(std::memory_order_relaxed)) step_receive(*held);
@@ -326,6 +383,16 @@ bool Post::advance() {
   if (!lock) return true;  // somebody else does it
   step();
   return !sends_.empty() || !receives_.empty();
+}
+
+bool Post::owes_letters() {
+  std::lock_guard lock(mutex_);
+  step();
+  return std::any_of(sends_.begin(), sends_.end(), [&](const auto& m) {
+    const auto& link = g_.peer(m->peer).link;
+    const bool here = !link || link->look(g_.facts().id) == Link::State::alive;
+    return here && !m->started && m->finished.load(std::memory_order_relaxed);
+  });
 }
 
 void Post::fail_all(const Failure& failure) {

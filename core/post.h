@@ -41,6 +41,30 @@ struct Message {
   std::unique_ptr<std::byte[]> owned;  // of receives nobody asked for yet, and of sends that wait for a letter
 };
 
+// Memory for staged sends, taken from front to end and then from the front again: see the ring in control.h.
+class Arena {
+ public:
+  explicit Arena(Heap& heap) : heap_(heap) {}
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+  std::byte* take(size_t bytes, Failure& failure);  // from the heap where the ring has no room; null: none there either
+  void give(std::byte* at);
+  void quarantine(std::byte* at);  // as give, but it is never handed out again
+
+ private:
+  struct Range {
+    size_t begin, end;
+    bool used;
+  };
+  bool owns(const std::byte* at) const { return base_ && at >= base_ && at < base_ + kRingBytes; }
+  Heap& heap_;
+  std::byte* base_ = nullptr;
+  size_t next_ = 0;
+  bool is_lost_ = false;      // somebody may read it for ever
+  std::deque<Range> ranges_;  // in the order in which they were taken
+};
+
 class Post {
  public:
   explicit Post(Group& group);
@@ -52,6 +76,8 @@ class Post {
   // Advances all pending messages once; false if none is pending any more.
   bool advance();
   size_t pending() const { return pending_.load(std::memory_order_relaxed); }
+  // Whether a send that is over for its caller still waits for a free letter, to a peer that may yet make one free.
+  bool owes_letters();
   // Ends every pending message with this failure.
   void fail_all(const Failure& failure);
 
@@ -63,6 +89,7 @@ class Post {
   };
   void step();
   void set_aside(Message& m);
+  static bool is_over(const Message& m);
   bool step_send(Message& m);
   bool step_receive(Message& m);
   uint64_t seen(int from);
@@ -76,6 +103,7 @@ class Post {
   bool posted(int from, uint64_t i) const;
 
   Group& g_;
+  Arena arena_;
   std::mutex mutex_;
   std::list<std::shared_ptr<Message>> sends_, receives_;
   std::deque<std::shared_ptr<Message>> unasked_;

@@ -264,10 +264,10 @@ def check(pool: Any, calls: Sequence[Call]) -> None:
 
 # --- making cases -------------------------------------------------------------------------------------------
 
-THRESHOLD_BYTES = (40, 4096, 16384, 32768, 65536, 131072, 262144)
+THRESHOLD_BYTES = (40, 4096, 16384, 32768, 65536, 131072, 262144, 1048576)
 
 
-def threshold_counts(dtype: str, size: int, limit_bytes: int = 262144) -> list[int]:
+def threshold_counts(dtype: str, size: int, limit_bytes: int = 1048576) -> list[int]:
     """0, 1, odd, and one element around every size at which the method changes."""
     item = reference.dtype_of(dtype).itemsize
     counts = {0, 1, 2, 3, 7, 1021}

@@ -226,3 +226,24 @@ def _waiting_in_order(group, rounds, count):
 @pytest.mark.parametrize("size", [2])
 def test_receives_that_wait_are_served_in_order(pool, size, count):
     assert pool.run(_waiting_in_order, 300, count) == [[], []]
+
+
+def _send_many_and_leave(group, count, messages):
+    """Rank 0 is gone before rank 1 has asked for most of its messages, which are more than there are letters."""
+    if group.rank == 0:
+        for k in range(messages):
+            group.send(torch.full((count,), float(k)), 1)
+        group.close()
+        return []
+    time.sleep(0.1)
+    got = []
+    for _ in range(messages):
+        x = torch.zeros(count)
+        group.recv(x, 0, timeout_s=20)
+        got.append(x[0].item())
+    return got
+
+
+@pytest.mark.parametrize("count", [1, 1000])
+def test_short_sends_arrive_though_the_sender_leaves(count):
+    assert run_ranks(2, _send_many_and_leave, count, 100)[1] == [float(k) for k in range(100)]

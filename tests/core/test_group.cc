@@ -95,7 +95,7 @@ std::vector<Part> cut(Floats& whole, const std::vector<size_t>& counts) {
 void one_call(Engine& engine, int me, std::mt19937& dice, bool async) {
   const int size = engine.group().size();
   const auto ranks = static_cast<size_t>(size);
-  static const size_t sizes[] = {0, 1, 9, 10, 11, 500, 1024, 1025, 16384, 16385, 40000, 90000, 1'100'000};
+  static const size_t sizes[] = {0, 1, 9, 10, 11, 500, 1024, 1025, 16384, 16385, 40000, 90000, 250'000, 1'100'000};
   Verb verb = static_cast<Verb>(dice() % 9);
   size_t n = sizes[dice() % std::size(sizes)];
   int root = static_cast<int>(dice() % ranks);
@@ -373,6 +373,7 @@ void test_mismatch_and_timeout(int size) {
 int main() {
   set_heap_capacity(size_t{64} << 20);
   for (int size : {1, 2, 3, 5}) test_programs(size, size > 2, 60);
+  for (int size : {3, 4}) test_programs(size, false, 60);  // rings from small sizes on
   test_in_flight(2);
   test_in_flight(3);
   test_callbacks_that_wait(2);
