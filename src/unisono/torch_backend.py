@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import AllreduceOptions, Backend, BarrierOptions
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from . import groups, monitor, refusals, sparse, tensors, torch_fallbacks  # noqa: F401  (registers its kernels)
-from .group import Group
+from .group import Group, _reduce_op
 from .handle import Handle
 from .strided import Copies
 from .uncompiled import keep_uncompiled
@@ -51,6 +51,7 @@ class Face:
 
     def _begin(self, group: Group, store: Store | None) -> None:
         self.unisono_group = group
+        self._all_reduce = group._comm.all_reduce
         self._store = store
         self._timeout_s = 0.0  # 0: the group's own
         self._names = [group.name, "undefined"]
@@ -194,8 +195,9 @@ class Face:
             # The usual call in the fewest steps; whatever is refused here goes the long way below.
             limit = opts.timeout
             try:
+                (tensor,) = tensors
                 timeout_s = self._timeout_s if limit == _UNSET else limit.total_seconds()
-                self.unisono_group.all_reduce(*tensors, opts.reduceOp, timeout_s=timeout_s)  # type: ignore[arg-type]
+                self._all_reduce(tensor, None, *_reduce_op(opts.reduceOp, None), timeout_s, False)
                 return FINISHED
             except (TypeError, ValueError):
                 pass

@@ -88,8 +88,10 @@ def add_ratios(row: dict[str, Any]) -> None:
         result["ratios"] = {}
         for kind in KINDS:
             base = row["results"].get(kind)
-            if base is not None and kind != name and len(base["rounds_us"]) == len(result["rounds_us"]):
-                result["ratios"][kind] = compare(result["rounds_us"], base["rounds_us"]).to_json()
+            if base is not None and kind != name:
+                together = min(len(base["rounds_us"]), len(result["rounds_us"]))  # fewer, if one of them is very slow
+                ratio = compare(result["rounds_us"][:together], base["rounds_us"][:together])
+                result["ratios"][kind] = ratio.to_json()
 
 
 def title_of(row: dict[str, Any]) -> str:
