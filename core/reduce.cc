@@ -101,10 +101,26 @@ void fence_streams() {
 #endif
 }
 
-// Tiles are reduced into L1 and stored past the caches from there, whatever the outputs' alignment.
+// Straight past the caches if the outputs are aligned alike. Otherwise tiles are reduced into L1 and stored from there.
 void reduce_streaming(const KernelTable& table, Kernel kernel, KernelTask task, const Reduction& r) {
   constexpr size_t tile_bytes = 4096;
   constexpr size_t line = 64;
+  const size_t before = std::min<size_t>(-reinterpret_cast<uintptr_t>(r.dst[0]) % line, task.bytes);
+  const bool alike = r.ndst == 1 || (r.ndst == 2 && reinterpret_cast<uintptr_t>(r.dst[1]) % line ==
+                                                        reinterpret_cast<uintptr_t>(r.dst[0]) % line);
+  if (r.nsrc == 2 && alike && before % dtype_bytes(r.dtype) == 0) {
+    const size_t rest = task.bytes - before;
+    task.bytes = before;
+    if (before) kernel(task);
+    void* dst[2];
+    for (size_t d = 0; d < r.ndst; ++d) dst[d] = static_cast<char*>(r.dst[d]) + before;
+    task.dst = dst;
+    task.src_offset = before;
+    task.bytes = rest;
+    task.past = true;
+    kernel(task);
+    return fence_streams();
+  }
   alignas(line) char tile[tile_bytes];
   void* const into_tile[] = {tile};
   task.dst = into_tile;
@@ -165,7 +181,8 @@ void reduce(const Reduction& r) {
                   .ndst = r.ndst,
                   .src_offset = 0,
                   .bytes = bytes,
-                  .factors = r.op == RedOp::premul_sum ? r.factors : nullptr};
+                  .factors = r.op == RedOp::premul_sum ? r.factors : nullptr,
+                  .past = false};
   if (r.stream) {
     reduce_streaming(table, kernel, task, r);
   } else {

@@ -185,8 +185,21 @@ template <class S>
   for (size_t d = 0; d < task.ndst; ++d) __builtin_memcpy(output(task, d) + done, padded, rest);
 }
 
+// Past the caches; `to` is aligned.
+UNISONO_INLINE void store_past(char* to, Bytes v) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), reinterpret_cast<__m512i>(v));
+#elif defined(__AVX2__)
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(v));
+#elif defined(__SSE2__)
+  _mm_stream_si128(reinterpret_cast<__m128i*>(to), reinterpret_cast<__m128i>(v));
+#else
+  store(to, v);
+#endif
+}
+
 // The hot case: two sources, one or two outputs, one pass with everything in registers.
-template <class S, size_t outputs>
+template <class S, size_t outputs, bool past>
 void reduce_two(const KernelTask& task) {
   const char* const a = source(task, 0);
   const char* const b = source(task, 1);
@@ -195,8 +208,26 @@ void reduce_two(const KernelTask& task) {
   const auto factor_a = factor_of<S>(task, 0);
   const auto factor_b = factor_of<S>(task, 1);
   const size_t whole = task.bytes - task.bytes % vec_bytes;
+  size_t i = 0;
+  if constexpr (past) {
+    constexpr size_t step = 4;  // vectors: whole lines, one output after the other
+    for (; i + step * vec_bytes <= whole; i += step * vec_bytes) {
+      Bytes result[step];
+#pragma GCC unroll 4
+      for (size_t v = 0; v < step; ++v) {
+        const size_t at = i + v * vec_bytes;
+        result[v] = S::last(S::next(S::first(a + at, factor_a), b + at, factor_b), 2);
+      }
+#pragma GCC unroll 4
+      for (size_t v = 0; v < step; ++v) store_past(c + i + v * vec_bytes, result[v]);
+      if constexpr (outputs == 2) {
+#pragma GCC unroll 4
+        for (size_t v = 0; v < step; ++v) store_past(d + i + v * vec_bytes, result[v]);
+      }
+    }
+  }
 #pragma GCC unroll 2
-  for (size_t i = 0; i < whole; i += vec_bytes) {
+  for (; i < whole; i += vec_bytes) {
     const Bytes result = S::last(S::next(S::first(a + i, factor_a), b + i, factor_b), 2);
     store(c + i, result);
     if constexpr (outputs == 2) store(d + i, result);
@@ -276,9 +307,9 @@ template <class F, RedOp op>
 void run(const KernelTask& task) {
   using S = Step<F, op>;
   if (task.nsrc == 2 && task.ndst == 1) {
-    reduce_two<S, 1>(task);
+    task.past ? reduce_two<S, 1, true>(task) : reduce_two<S, 1, false>(task);
   } else if (task.nsrc == 2 && task.ndst == 2) {
-    reduce_two<S, 2>(task);
+    task.past ? reduce_two<S, 2, true>(task) : reduce_two<S, 2, false>(task);
   } else {
     reduce_many<S>(task);
   }
@@ -330,14 +361,7 @@ void stream_out(void* dst, const void* src, size_t bytes) {
     for (; bytes >= line; to += line, from += line, bytes -= line) {
 #pragma GCC unroll 4
       for (size_t i = 0; i < line; i += vec_bytes) {
-        const Bytes v = load<Bytes>(from + i);
-#if defined(__AVX512F__)
-        _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), reinterpret_cast<__m512i>(v));
-#elif defined(__AVX2__)
-        _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), reinterpret_cast<__m256i>(v));
-#else
-        _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), reinterpret_cast<__m128i>(v));
-#endif
+        store_past(to + i, load<Bytes>(from + i));
       }
     }
   }

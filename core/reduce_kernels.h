@@ -17,6 +17,7 @@ struct KernelTask {
   size_t src_offset;  // bytes added to every source pointer
   size_t bytes;
   const double* factors;
+  bool past;  // two sources, one or two outputs: store past the caches; outputs are aligned to 64 bytes
 };
 
 using Kernel = void (*)(const KernelTask&);
