@@ -369,6 +369,28 @@ void stream_out(void* dst, const void* src, size_t bytes) {
   __builtin_memcpy(to, from, bytes);
 }
 
+void stream_out_twice(void* one, void* other, const void* src, size_t bytes) {
+  constexpr size_t line = 64, step = 4 * vec_bytes;
+  const size_t head = -reinterpret_cast<uintptr_t>(one) % line;
+  char* c = static_cast<char*>(one);
+  char* d = static_cast<char*>(other);
+  const char* from = static_cast<const char*>(src);
+  size_t i = bytes < head ? bytes : head;
+  __builtin_memcpy(c, from, i);
+  __builtin_memcpy(d, from, i);
+  for (; i + step <= bytes; i += step) {
+    Bytes v[4];
+#pragma GCC unroll 4
+    for (size_t k = 0; k < 4; ++k) v[k] = load<Bytes>(from + i + k * vec_bytes);
+#pragma GCC unroll 4
+    for (size_t k = 0; k < 4; ++k) store_past(c + i + k * vec_bytes, v[k]);
+#pragma GCC unroll 4
+    for (size_t k = 0; k < 4; ++k) store_past(d + i + k * vec_bytes, v[k]);
+  }
+  __builtin_memcpy(c + i, from + i, bytes - i);
+  __builtin_memcpy(d + i, from + i, bytes - i);
+}
+
 // ---- The table ----
 
 struct Filler {
@@ -400,6 +422,7 @@ constexpr KernelTable filled_table() {
   f.add<Complex<double>, product>(DType::c128);
   f.table.copy_cached = copy_cached;
   f.table.stream_out = stream_out;
+  f.table.stream_out_twice = stream_out_twice;
   return f.table;
 }
 

@@ -29,6 +29,7 @@ struct KernelTable {
   void (*copy_cached)(void* dst, const void* src, size_t bytes);
   // Non-temporal stores, not fenced.
   void (*stream_out)(void* dst, const void* src, size_t bytes);
+  void (*stream_out_twice)(void* one, void* other, const void* src, size_t bytes);  // both aligned alike to 64 bytes
 };
 
 extern const KernelTable kernels_scalar;

@@ -608,7 +608,7 @@ void test_all_16_bit_numbers(const std::vector<Isa>& isas) {
 void test_copies(const std::vector<Isa>& isas) {
   constexpr size_t most = 700001;
   const Buffer from = random_source(DType::u8, most + 128);
-  Operand to(most);
+  Operand to(most), other(most);
   for (Isa isa : isas) {
     set_isa(isa);
     for (size_t bytes : {size_t{0}, size_t{1}, size_t{63}, size_t{64}, size_t{65}, size_t{127}, size_t{128},
@@ -619,6 +619,13 @@ void test_copies(const std::vector<Isa>& isas) {
           (stream ? copy_stream : copy_bytes)(at, from.data() + skew / 3, bytes);
           CHECK(std::memcmp(at, from.data() + skew / 3, bytes) == 0 && to.guards_intact(),
                 "%s %zu bytes skew %zu stream %d", isa_name(isa), bytes, skew, stream);
+        }
+        for (size_t second : {skew, skew / 2}) {  // aligned alike, and not
+          void* const both[] = {to.place(bytes, skew), other.place(bytes, second)};
+          copy_stream_to_all(both, 2, from.data() + skew / 3, bytes);
+          bool good = to.guards_intact() && other.guards_intact();
+          for (void* at : both) good = good && std::memcmp(at, from.data() + skew / 3, bytes) == 0;
+          CHECK(good, "%s %zu bytes skew %zu and %zu", isa_name(isa), bytes, skew, second);
         }
       }
     }
