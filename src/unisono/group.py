@@ -47,12 +47,16 @@ _ReduceOp = dist.ReduceOp
 _RedOpType = _ReduceOp.RedOpType
 _OPS = _reduce_ops()
 _PREMUL_SUM = _OPS["premul_sum"]
+_SUM = "sum"
+_PLAIN_SUM = _OPS[_SUM], 1.0
 # A ReduceOp hashes to the number of its type, the quickest way to tell which it is.
 _BY_HASH = {hash(op): code for op, code in _OPS.items() if isinstance(op, _RedOpType)}
 
 
 def _reduce_op(op: Any, factor: float | None) -> tuple[int, float]:
     """The core's number of a reduce operation, and the factor of a premul_sum."""
+    if op is _SUM and factor is None:
+        return _PLAIN_SUM
     kind = type(op)  # comparing a ReduceOp, or asking isinstance about it, takes microseconds
     if kind is _ReduceOp:
         code: int | None = _BY_HASH[hash(op)]
@@ -225,7 +229,7 @@ class Group:
         rank 0  [1, 2]        [11, 22]
         rank 1  [10, 20]  ->  [11, 22]
         """
-        code, factor = _reduce_op(op, factor)
+        code, factor = _PLAIN_SUM if op is _SUM and factor is None else _reduce_op(op, factor)
         pending = self._comm.all_reduce(tensor, out, code, factor, timeout_s or 0.0, async_op)
         return None if pending is None else Handle(pending, "all_reduce", tensor if out is None else out)
 
