@@ -4,6 +4,10 @@ A call is an all-to-all of *letters*, which say what each rank was asked for and
 small. Larger data is posted at the same time, under a tag made of the request's digest, so it only ever meets data of
 an equal request. If requests differ, every rank reads so in the letters and raises.
 
+A second operation of gloo costs more than some ten thousand bytes in the first. So letters are as long as the data of
+the call before would have needed, up to ``_MOST_LETTERS`` together: programs repeat themselves, and all ranks know that
+call. (After a call on which ranks disagreed, those that have others under way already may not; gloo then ends them.)
+
 A reduce-scatter receives the chunk of this rank piece by piece from all peers, and combines each piece in rank order
 with the core's kernels: the same bits as on a unisono group. While a piece is combined the next ones arrive. The memory
 for pieces is at most the size of the output (or ``_LEAST_SCRATCH``, if that is more).
@@ -29,8 +33,8 @@ from .agreement import NO_OP, Request, compare
 from .composed_work import Driver
 from .errors import MismatchError
 
-_LETTER_BYTES = 4096
-_ROOM = _LETTER_BYTES - Request.BYTES  # for data
+_LETTER_BYTES = 4096  # of a letter, at least
+_MOST_LETTERS = 1 << 20  # bytes of all letters of a rank that are longer, sent and received
 _PIECE_BYTES = 2 << 20  # measured: smaller pieces cost more in posting, larger ones leave the caches
 _PIECES_AHEAD = 2
 _LEAST_SCRATCH = 64 << 10
@@ -52,6 +56,7 @@ class Direct:
         self.peers = [(self.rank + by) % self.size for by in range(1, self.size)]
         self._driver = Driver()
         self._seq = 0
+        self._letter_bytes = _LETTER_BYTES  # of the next call
         self._lock = threading.Lock()
 
     @property
@@ -66,7 +71,7 @@ class Direct:
         spans = [(0, part.numel())] * self.size
         largest = max(counts)
         if self.size == 2 or largest * part.element_size() < _LEAST_RELAY or 2 * largest <= to[-1][1]:
-            return self._exchange(request, part, spans, whole, to, async_op)
+            return self._exchange(request, part, spans, whole, to, largest, async_op)
         # One rank has more than all others together. It sends each of the others a share of its chunk, and they pass
         # the shares on to one another, instead of sending everything to everybody while the others have nothing to do.
         root = counts.index(largest)
@@ -76,11 +81,11 @@ class Direct:
         start = to[root][0]
         if self.rank == root:
             spans = [shares.get(rank, spans[root]) for rank in range(self.size)]
-            return self._exchange(request, part, spans, whole, to, async_op)
+            return self._exchange(request, part, spans, whole, to, largest, async_op)
         mine = (start + shares[self.rank][0], start + shares[self.rank][1])
         relay = [(rank, (start + a, start + b)) for rank, (a, b) in shares.items() if rank != self.rank]
         to[root] = mine
-        return self._exchange(request, part, spans, whole, to, async_op, (root, mine, relay))
+        return self._exchange(request, part, spans, whole, to, largest, async_op, (root, mine, relay))
 
     def all_to_all(
         self,
@@ -92,7 +97,9 @@ class Direct:
         async_op: bool,
     ) -> dist.Work | None:
         request = Request("all_to_all", input.dtype, NO_OP, matrix)
-        return self._exchange(request, input, _spans(input_counts), output, _spans(output_counts), async_op)
+        return self._exchange(
+            request, input, _spans(input_counts), output, _spans(output_counts), max(matrix), async_op
+        )
 
     def _exchange(
         self,
@@ -101,15 +108,18 @@ class Direct:
         spans: list[Span],
         output: Tensor,
         to: list[Span],
+        largest: int,
         async_op: bool,
         relay: tuple[int, Span, list[tuple[int, Span]]] | None = None,
     ) -> dist.Work | None:
         """Sends ``spans[r]`` of the source to rank r, and receives ``to[r]`` of the output from it.
 
+        ``largest`` is as in :meth:`_post`.
+
         With ``relay``, a root, a span of the output and a list of ranks with spans: passes the span on to those ranks
         when it has come from the root, and receives their spans from them.
         """
-        post = self._post(request, source, spans)
+        post = self._post(request, source, spans, largest)
         small = post.fitting_elements
         for peer in reversed(self.peers):
             start, end = to[peer]
@@ -145,7 +155,7 @@ class Direct:
     ) -> dist.Work | None:
         _core.combine(part[:0], [part[:0]], op, [factor])  # says whether the op means something for the dtype
         spans = _spans(counts)
-        post = self._post(Request("reduce_scatter", part.dtype, op, counts, factor), whole, spans)
+        post = self._post(Request("reduce_scatter", part.dtype, op, counts, factor), whole, spans, max(counts))
         small = post.fitting_elements
         sure = []  # what agreeing peers receive even if others disagree
         for peer in self.peers:
@@ -177,10 +187,19 @@ class Direct:
         fitting = scratch_bytes // (_PIECES_AHEAD * (self.size - 1))
         return max(1, min(fitting, _PIECE_BYTES) // item_bytes)
 
-    def _post(self, request: Request, source: Tensor, spans: list[Span]) -> _Post:
+    def _post(self, request: Request, source: Tensor, spans: list[Span], largest: int) -> _Post:
+        """Sends the letters; ``largest`` are the most elements that any rank sends to another."""
         with self._lock:
             self._seq += 1
-            return _Post(self, self._seq, request, source, spans)
+            letter = self._letter_bytes
+            self._letter_bytes = self._letter_for(largest * source.element_size())
+            return _Post(self, self._seq, request, source, spans, letter)
+
+    def _letter_for(self, data_bytes: int) -> int:
+        letter = _LETTER_BYTES
+        while letter < data_bytes + Request.BYTES:
+            letter *= 4
+        return letter if 2 * self.size * letter <= _MOST_LETTERS else _LETTER_BYTES
 
     def _end(self, finish: Callable[[], None], output: Tensor, async_op: bool) -> dist.Work | None:
         if async_op:
@@ -192,7 +211,9 @@ class Direct:
 class _Post:
     """The messages of one call. A work is waited for once only: gloo would take a second wait for another message."""
 
-    def __init__(self, direct: Direct, seq: int, request: Request, source: Tensor, spans: list[Span]) -> None:
+    def __init__(
+        self, direct: Direct, seq: int, request: Request, source: Tensor, spans: list[Span], letter_bytes: int
+    ) -> None:
         self.direct = direct
         self.pg = direct.pg
         self.seq = seq
@@ -200,20 +221,21 @@ class _Post:
         self.tag = _TAGS | (int.from_bytes(request.digest[:3], "little") & 0xFFFFF) << 8 | seq & 0xFF
         self.works: list[tuple[int, Any]] = []
         item_bytes = source.element_size()
-        self.fitting_elements = _ROOM // item_bytes  # what goes into the letter
+        self.letter_bytes = letter_bytes
+        self.fitting_elements = (letter_bytes - Request.BYTES) // item_bytes  # what goes into the letter
+        sent = torch.zeros(direct.size * letter_bytes, dtype=torch.uint8)
         # Raw copies: a few operations of torch per peer would cost as much as the message.
-        first, letters = source.data_ptr(), []
+        first, letter = source.data_ptr(), sent.data_ptr()
         for start, end in spans:
-            fits = start < end <= start + self.fitting_elements
-            data = string_at(first + start * item_bytes, (end - start) * item_bytes) if fits else b""
-            letters.append((request.bytes + data).ljust(_LETTER_BYTES, b"\0"))
-        sent = torch.empty(direct.size * _LETTER_BYTES, dtype=torch.uint8)
-        memmove(sent.data_ptr(), b"".join(letters), sent.nbytes)
+            memmove(letter, request.bytes, Request.BYTES)
+            if start < end <= start + self.fitting_elements:
+                memmove(letter + Request.BYTES, first + start * item_bytes, (end - start) * item_bytes)
+            letter += letter_bytes
         self.letters = torch.empty_like(sent)
         self.delivery = self.pg.alltoall_base(self.letters, sent, [], [], _NO_OPTIONS)
 
     def _place_of(self, rank: int) -> int:
-        return self.letters.data_ptr() + rank * _LETTER_BYTES
+        return self.letters.data_ptr() + rank * self.letter_bytes
 
     def copy_data(self, peer: int, output: Tensor, start: int, end: int) -> None:
         """Puts the data in a peer's letter into a span of the output."""
@@ -223,7 +245,7 @@ class _Post:
 
     def data_from(self, peer: int, like: Tensor) -> Tensor:
         """The data in a peer's letter."""
-        start = peer * _LETTER_BYTES + Request.BYTES
+        start = peer * self.letter_bytes + Request.BYTES
         return self.letters[start : start + like.nbytes].view(like.dtype)
 
     def send(self, tensor: Tensor, peer: int) -> Any:
@@ -239,6 +261,7 @@ class _Post:
         try:
             return compare(self.pg, self.seq, self.request, requests)
         except MismatchError as error:
+            self.direct._letter_bytes = _LETTER_BYTES
             for peer, work in sure:
                 if peer not in error.peers:
                     work.wait()
