@@ -51,7 +51,6 @@ class Face:
 
     def _begin(self, group: Group, store: Store | None) -> None:
         self.unisono_group = group
-        self._all_reduce = group._comm.all_reduce
         self._store = store
         self._timeout_s = 0.0  # 0: the group's own
         self._names = [group.name, "undefined"]
@@ -197,7 +196,8 @@ class Face:
             try:
                 (tensor,) = tensors
                 timeout_s = self._timeout_s if limit == _UNSET else limit.total_seconds()
-                self._all_reduce(tensor, None, *_reduce_op(opts.reduceOp, None), timeout_s, False)
+                code, factor = _reduce_op(opts.reduceOp, None)
+                self.unisono_group._comm.all_reduce(tensor, None, code, factor, timeout_s, False)
                 return FINISHED
             except (TypeError, ValueError):
                 pass
