@@ -415,7 +415,7 @@ class Communicator {
     call.may_interrupt = true;
     call.describe = [&call, tensor] {
       nb::gil_scoped_acquire gil;
-      return call_words(call) + (tensor ? tensor_words(tensor) : "") + "   " + site();
+      return call_words(call, 0) + (tensor ? tensor_words(tensor) : "") + "   " + site();
     };
     Code code;
     {
@@ -450,7 +450,7 @@ class Communicator {
       call.may_interrupt = true;
       call.describe = [&] {
         nb::gil_scoped_acquire gil;
-        return call_words(call) + list_words(tensors) + "   " + site();
+        return call_words(call, size_) + list_words(tensors) + "   " + site();
       };
       Code code;
       {
@@ -466,7 +466,7 @@ class Communicator {
     ticket->call = std::move(call);
     ticket->call.in_parts = ticket->in_parts.empty() ? nullptr : ticket->in_parts.data();
     ticket->call.out_parts = ticket->out_parts.empty() ? nullptr : ticket->out_parts.data();
-    std::string words = call_words(ticket->call) + list_words(tensors) + "   " + site();
+    std::string words = call_words(ticket->call, size_) + list_words(tensors) + "   " + site();
     ticket->call.describe = [words] { return words; };
     return start(ticket, tensors);
   }
@@ -480,10 +480,17 @@ class Communicator {
     }
   }
 
-  static std::string call_words(const Call& call) {
+  static std::string call_words(const Call& call, int size) {
     std::string words = std::string(verb_name(call.verb)) + "  ";
     if (call.op != RedOp::none) words += std::string(redop_name(call.op)) + "  ";
     if (call.root >= 0) words += "root " + std::to_string(call.root) + "  ";
+    for (const Part* parts : {call.in_parts, call.out_parts}) {
+      if (!parts) continue;
+      constexpr int most = 16;
+      words += parts == call.in_parts ? "in parts of [" : "out parts of [";
+      for (int r = 0; r < std::min(size, most); r++) words += (r ? ", " : "") + std::to_string(parts[r].count);
+      words += size > most ? ", ...]  " : "]  ";
+    }
     return words;
   }
 

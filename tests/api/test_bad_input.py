@@ -318,3 +318,19 @@ def _p2p_mismatch(group):
 @pytest.mark.parametrize("size", [2])
 def test_a_message_of_another_size(pool, size):
     pool.run(_p2p_mismatch)
+
+
+def _different_counts(group):
+    counts = [2, 6] if group.rank == 0 else [4, 4]
+    try:
+        group.all_gather(torch.zeros(8), torch.zeros(counts[group.rank]), counts)
+    except unisono.MismatchError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("size", [2])
+def test_ranks_that_disagree_on_counts_see_both(pool, size):
+    for text in pool.run(_different_counts):
+        assert "out parts of [2, 6]" in text
+        assert "out parts of [4, 4]" in text
