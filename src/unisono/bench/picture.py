@@ -24,7 +24,7 @@ def draw(document: dict[str, Any], path: str | Path) -> None:
     panels = panels_of(document)
     if not panels:
         raise ValueError("nothing to draw: no row has a size and a result")
-    style = {"font.size": 9, "axes.edgecolor": INK, "text.color": INK, "svg.fonttype": "none"}
+    style: Any = {"font.size": 9, "axes.edgecolor": INK, "text.color": INK, "svg.fonttype": "none"}
     with matplotlib.rc_context(style):
         across = min(3, len(panels))
         down = -(-len(panels) // across)
