@@ -33,6 +33,8 @@ def plain(tensor: Tensor) -> Tensor:
     """The tensor, or a copy if it has gaps or is a lazy view: what a backend can read."""
     if tensor.layout is not torch.strided:
         return tensor  # the backend says whether it takes it
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
     return tensor.contiguous().resolve_conj().resolve_neg()
 
 
