@@ -95,7 +95,15 @@ Code Engine::run(Call& call, std::shared_ptr<Message> message) {
   if (!group_->usable(call.failure)) return call.failure.code;
   call.seq = group_->seq();
   post_->add(message);
+  if (post_->owed()) deliver();
   return post_->wait(message, call);
+}
+
+// Short sends that found no letter are over for their callers, so somebody else must see to them.
+void Engine::deliver() {
+  std::lock_guard lock(queue_mutex_);
+  man_post();
+  work_.notify_one();
 }
 
 void Engine::submit(std::shared_ptr<Ticket> ticket) {
@@ -108,6 +116,7 @@ void Engine::submit(std::shared_ptr<Ticket> ticket) {
   if (ticket->message) {
     in_flight_.fetch_add(1, std::memory_order_relaxed);
     post_->add(ticket->message);
+    if (post_->owed()) deliver();
     if (ticket->message->finished.load(std::memory_order_acquire)) return end_message(*ticket);
   }
   {
@@ -318,9 +327,9 @@ bool Engine::progress_once() {
   bool messages;
   {
     std::unique_lock lock(queue_mutex_);
-    work_.wait(lock, [&] { return stop_.load() || !queue_.empty() || !messages_.empty(); });
+    work_.wait(lock, [&] { return stop_.load() || !queue_.empty() || !messages_.empty() || post_->owed(); });
     if (stop_.load() && queue_.empty() && messages_.empty()) return false;
-    messages = !messages_.empty();
+    messages = !messages_.empty() || post_->owed();
   }
   if (queued_.load(std::memory_order_acquire)) {
     if (!run_head(false)) {
@@ -367,9 +376,9 @@ bool Engine::progress_once() {
             // way.
             nap();
             post_->advance();
-            return now_ns() > until || queued_.load() || std::any_of(pending.begin(), pending.end(), [](const auto& t) {
-                     return t->message->finished.load(std::memory_order_acquire);
-                   });
+            return now_ns() > until || queued_.load() || (pending.empty() && post_->owed() == 0) ||
+                   std::any_of(pending.begin(), pending.end(),
+                               [](const auto& t) { return t->message->finished.load(std::memory_order_acquire); });
           },
           owes);
       if (code == Code::ok && now_ns() > until) code = group_->health(watcher, owes);
@@ -383,7 +392,12 @@ bool Engine::progress_once() {
 void Engine::close(const std::string& reason, int64_t linger_ns) {
   if (generation_ != fork_generation()) return;  // the parent's, and its locks may be held by threads that are not here
   // Callers count on short sends from the moment those return.
-  for (int64_t until = now_ns() + kFlush; now_ns() < until && !group_->stopped() && post_->owes_letters();) nap();
+  size_t owed = post_->owed();
+  for (int64_t until = now_ns() + kFlush; owed && now_ns() < until && !group_->stopped(); nap()) {
+    post_->advance();
+    if (post_->owed() < owed) until = now_ns() + kFlush;  // somebody takes them
+    owed = post_->owed();
+  }
   group_->close(reason);
   {
     std::lock_guard lock(queue_mutex_);

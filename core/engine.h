@@ -48,6 +48,7 @@ class Engine {
  private:
   // The post: one progress thread at a time works through the queue. `manned_` and `openings_` are guarded by
   // queue_mutex_.
+  void deliver();
   void man_post();       // under queue_mutex_: sees to it that a thread has the post
   bool take_post();      // waits a while for an opening; false: there is none, the thread ends
   bool progress_once();  // false: nothing is left to do and the group is closed

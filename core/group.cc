@@ -78,6 +78,7 @@ std::byte* Group::make_block(Heap& heap, int size, Failure& failure) {
 
 void Group::release_block() {
   if (uint64_t ring = mine_.ring_offset().load(std::memory_order_relaxed)) heap_->release(heap_->base() + ring);
+  for (std::byte* at : left_) heap_->release(at);
   heap_->release(mine_.base());
 }
 
@@ -295,7 +296,7 @@ void Group::describe(Call& call, Descriptor& d) {
   d.out = {};
   bool counts_unknown = call.verb == Verb::all_to_all || call.verb == Verb::gather || call.verb == Verb::scatter;
   if (!call.out_parts && call.out && call.verb != Verb::barrier &&
-      (d.input == Holder::place || counts_unknown || call.verb == Verb::broadcast))
+      (d.input == Holder::place || counts_unknown || call.finish || call.verb == Verb::broadcast))
     d.out =
         locate(call.out, call.finish ? call.finish->out_count * dtype_bytes(call.finish->out) : call.count * element);
   if (call.finish) d.residual = locate(call.finish->residual, call.finish->out_count * dtype_bytes(call.finish->out));
@@ -330,7 +331,8 @@ Code Group::check(Call& call) {
   }
   auto holds = [&](int r, size_t count) {
     const Descriptor& d = peer(r).block.descriptor(call.seq);
-    if (d.input > Holder::kept) return false;
+    const bool may_keep = r == call.root && (call.verb == Verb::reduce || call.verb == Verb::gather);
+    if (d.input > Holder::kept || (d.input == Holder::kept && !may_keep)) return false;
     size_t most = d.input == Holder::place || d.input == Holder::kept ? SIZE_MAX
                   : d.input == Holder::inlined                        ? kInlineBytes
                                                                       : kSlotBytes;

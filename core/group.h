@@ -100,6 +100,7 @@ class Group {
   static std::byte* make_block(Heap& heap, int size, Failure& failure);
   // Gives the block and the ring back to the heap; no peer may be reading them any more.
   void release_block();
+  void release_later(std::byte* at) { left_.push_back(at); }  // memory of the heap, together with the block
 
   Code run(Call& call);  // the caller holds run_mutex
   std::mutex run_mutex;
@@ -182,6 +183,7 @@ class Group {
   uint64_t pieces_ = 0;  // staged pieces of all calls so far; equal on all ranks between calls
   std::atomic<uint64_t> staged_bytes_{0};
   StageGauge gauge_;
+  std::vector<std::byte*> left_;
   size_t turn_ = 0;  // where the next call begins in this rank's ring
 
   std::mutex state_mutex_;

@@ -17,8 +17,7 @@ constexpr size_t kSweepFrom = 8;            // buffers that wait for their recei
 }  // namespace
 
 Arena::~Arena() {
-  if (base_ && is_lost_) heap_.quarantine(base_);
-  if (base_) heap_.release(base_);
+  if (base_) g_.release_later(base_);
 }
 
 std::byte* Arena::take(size_t bytes, Failure& failure) {
@@ -45,18 +44,13 @@ void Arena::give(std::byte* at) {
     if (base_ + r.begin == at) r.used = false;
 }
 
-void Arena::quarantine(std::byte* at) {
-  if (owns(at)) {
-    is_lost_ = true;
-  } else {
-    heap_.quarantine(at);
-    heap_.release(at);
-  }
+void Arena::leave(std::byte* at) {
+  if (!owns(at)) g_.release_later(at);
 }
 
 Post::Post(Group& group)
     : g_(group),
-      arena_(group.heap()),
+      arena_(group),
       next_out_(static_cast<size_t>(group.size())),
       next_in_(static_cast<size_t>(group.size())),
       holders_(static_cast<size_t>(group.size()), std::vector<uint8_t>(group.peer(group.rank()).block.ring())),
@@ -67,7 +61,7 @@ Post::~Post() {
   sweep();
   // What a receiver may still read is never handed out again.
   for (const Lingering& l : lingering_)
-    if (l.buffer) arena_.quarantine(l.buffer);
+    if (l.buffer) arena_.leave(l.buffer);
 }
 
 void Post::add(std::shared_ptr<Message> message) {
@@ -78,10 +72,11 @@ void Post::add(std::shared_ptr<Message> message) {
     if (lingering_.size() > kSweepFrom) sweep();
     const bool waits = std::any_of(sends_.begin(), sends_.end(),
                                    [&](const auto& other) { return !other->started && other->peer == m.peer; });
-    if (waits)
-      set_aside(m);
-    else
-      step_send(m);
+    if (waits) {
+      sends_.push_back(std::move(message));
+      return step();  // letters may have become free
+    }
+    step_send(m);
     if (!is_over(m)) sends_.push_back(std::move(message));
   } else {
     // With others before it, it has its turn in the next step: they may want the same letter.
@@ -91,7 +86,17 @@ void Post::add(std::shared_ptr<Message> message) {
     }
     if (!is_over(m)) receives_.push_back(std::move(message));
   }
+  count();
+}
+
+void Post::count() {
   pending_.store(sends_.size() + receives_.size(), std::memory_order_relaxed);
+  const auto owed = std::count_if(sends_.begin(), sends_.end(), [&](const auto& m) {
+    if (m->started || !m->finished.load(std::memory_order_relaxed)) return false;
+    const auto& link = g_.peer(m->peer).link;
+    return !link || link->look(g_.facts().id) == Link::State::alive;
+  });
+  owed_.store(static_cast<size_t>(owed), std::memory_order_relaxed);
 }
 
 // A send that found no letter is over for its caller only.
@@ -375,7 +380,7 @@ void Post::step() {
     step_receive(**it);
     it = (*it)->finished.load(std::memory_order_relaxed) ? receives_.erase(it) : std::next(it);
   }
-  pending_.store(sends_.size() + receives_.size(), std::memory_order_relaxed);
+  count();
 }
 
 bool Post::advance() {
@@ -383,16 +388,6 @@ bool Post::advance() {
   if (!lock) return true;  // somebody else does it
   step();
   return !sends_.empty() || !receives_.empty();
-}
-
-bool Post::owes_letters() {
-  std::lock_guard lock(mutex_);
-  step();
-  return std::any_of(sends_.begin(), sends_.end(), [&](const auto& m) {
-    const auto& link = g_.peer(m->peer).link;
-    const bool here = !link || link->look(g_.facts().id) == Link::State::alive;
-    return here && !m->started && m->finished.load(std::memory_order_relaxed);
-  });
 }
 
 void Post::fail_all(const Failure& failure) {
@@ -407,7 +402,7 @@ void Post::fail_all(const Failure& failure) {
     }
     list->clear();
   }
-  pending_.store(0, std::memory_order_relaxed);
+  count();
 }
 
 Code Post::wait(const std::shared_ptr<Message>& message, Call& call) {

@@ -44,13 +44,13 @@ struct Message {
 // Memory for staged sends, taken from front to end and then from the front again: see the ring in control.h.
 class Arena {
  public:
-  explicit Arena(Heap& heap) : heap_(heap) {}
+  explicit Arena(Group& group) : g_(group), heap_(group.heap()) {}
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
   std::byte* take(size_t bytes, Failure& failure);  // from the heap where the ring has no room; null: none there either
   void give(std::byte* at);
-  void quarantine(std::byte* at);  // as give, but it is never handed out again
+  void leave(std::byte* at);  // as give, but somebody may still read it
 
  private:
   struct Range {
@@ -58,10 +58,10 @@ class Arena {
     bool used;
   };
   bool owns(const std::byte* at) const { return base_ && at >= base_ && at < base_ + kRingBytes; }
+  Group& g_;
   Heap& heap_;
   std::byte* base_ = nullptr;
   size_t next_ = 0;
-  bool is_lost_ = false;      // somebody may read it for ever
   std::deque<Range> ranges_;  // in the order in which they were taken
 };
 
@@ -76,8 +76,8 @@ class Post {
   // Advances all pending messages once; false if none is pending any more.
   bool advance();
   size_t pending() const { return pending_.load(std::memory_order_relaxed); }
-  // Whether a send that is over for its caller still waits for a free letter, to a peer that may yet make one free.
-  bool owes_letters();
+  // Sends that are over for their callers and still wait for a free letter, to peers that may yet make one free.
+  size_t owed() const { return owed_.load(std::memory_order_relaxed); }
   // Ends every pending message with this failure.
   void fail_all(const Failure& failure);
 
@@ -101,6 +101,7 @@ class Post {
   void refuse(Message& m, const Letter& letter);
   void sweep();
   bool posted(int from, uint64_t i) const;
+  void count();
 
   Group& g_;
   Arena arena_;
@@ -117,7 +118,7 @@ class Post {
   std::vector<Seen> seen_;  // per peer: in which step we looked for letters, and the first that was not there
   uint64_t steps_ = 0;
   uint64_t count_ = 0;
-  std::atomic<size_t> pending_{0};
+  std::atomic<size_t> pending_{0}, owed_{0};
 };
 
 }  // namespace unisono

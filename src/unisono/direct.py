@@ -261,7 +261,9 @@ class _Post:
         try:
             return compare(self.pg, self.seq, self.request, requests)
         except MismatchError as error:
-            self.direct._letter_bytes = _LETTER_BYTES
+            with self.direct._lock:
+                if self.direct._seq == self.seq:  # else a later call has set it
+                    self.direct._letter_bytes = _LETTER_BYTES
             for peer, work in sure:
                 if peer not in error.peers:
                     work.wait()

@@ -6,7 +6,9 @@ import random
 import pytest
 import torch
 
+import unisono
 from tests.fused.cases import Case, check_all, same_on_all_ranks
+from unisono.testing import run_ranks
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 ROWS = [(5,), (1, 8), (3, 0, 4), (0, 0), (64, 1, 30), (2, 2, 2, 2, 2, 2, 2, 2, 2)]
@@ -137,3 +139,20 @@ def test_nan_and_infinity(pool, size, dtype):
     assert bits == others
     nan, infinite, undefined, zero = values
     assert nan != nan and infinite == float("inf") and undefined != undefined and zero == 0
+
+
+def _only_one_has_a_ring(group):
+    """A long broadcast from ordinary memory gives the root alone a ring; products around its slots' limit follow."""
+    group.broadcast(torch.zeros(2_000_000), 0)
+    wrong = []
+    for rows in (8, 11, 15, 20, 24, 31, 40):
+        x, w = torch.full((rows, 4), 1.0 + group.rank), torch.ones(4, 1024)
+        y = unisono.matmul_all_reduce(x, w, group)
+        if not bool((y == 4.0 * sum(range(1, group.size + 1))).all()):
+            wrong.append(rows)
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_with_and_without_a_ring(size):
+    assert run_ranks(size, _only_one_has_a_ring) == [[]] * size
