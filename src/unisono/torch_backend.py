@@ -44,6 +44,7 @@ class Face:
     ``pg.allreduce([t], opts)`` and ``pg.allreduce(t, ReduceOp.MAX)``. They return a Work.
     """
 
+    _takes_short_cut = True  # False where _run does more than here
     supports_splitting = True
     supports_coalescing = False  # the batch is the caller's list; see _start_coalescing
     supports_time_estimate = False
@@ -190,7 +191,11 @@ class Face:
     # -- collectives
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        if type(opts) is AllreduceOptions and not opts.asyncOp and self._batch is None and not _profiling():
+        if (
+            self._takes_short_cut
+            and type(opts) is AllreduceOptions
+            and not (opts.asyncOp or self._batch is not None or _profiling())
+        ):
             # The usual call in the fewest steps; whatever is refused here goes the long way below.
             limit = opts.timeout
             try:

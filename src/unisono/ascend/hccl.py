@@ -35,6 +35,8 @@ class Options:
 class ProcessGroupHCCL(ProcessGroupUnisono):
     """A group of backend "hccl"; its ``unisono_group`` does the work."""
 
+    _takes_short_cut = False  # tensors have to be lowered
+
     Options = Options
 
     def __init__(self, group: Group, store: Store | None = None, takes_cpu: bool = False) -> None:
