@@ -24,6 +24,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     given = parser.parse_args(arguments)
 
+    if not os.path.isfile(given.script):
+        parser.error(f"no such script: {given.script}")
     if given.force:
         _keep_the_real_one_out()
     # The first place to look for modules is the script's folder, as with python itself; a package there is a real one.
