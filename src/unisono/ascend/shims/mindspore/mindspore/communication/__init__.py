@@ -1,26 +1,8 @@
-"""mindspore.communication, on unisono and torch tensors."""
+"""mindspore.communication, on unisono and torch tensors: the names of its ``management``, and ``comm_func``."""
 
 from unisono.ascend import missing
-from unisono.ascend.mindspore_names import (  # noqa: F401
-    HCCL_WORLD_COMM_GROUP,
-    MCCL_WORLD_COMM_GROUP,
-    NCCL_WORLD_COMM_GROUP,
-    release,
-)
-from unisono.comm_func import (  # noqa: F401
-    GlobalComm,
-    create_group,
-    destroy_group,
-    get_group_rank_from_world_rank,
-    get_group_size,
-    get_local_rank,
-    get_local_rank_size,
-    get_process_group_ranks,
-    get_rank,
-    get_world_rank_from_group_rank,
-    init,
-)
 
 from . import comm_func, management  # noqa: F401
+from .management import *  # noqa: F403
 
 __getattr__ = missing.attribute_of("mindspore.communication")
