@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 import torch
@@ -26,13 +27,18 @@ class Request:
 
     def __init__(self, verb: str, dtype: torch.dtype, op: int, counts: Sequence[int], factor: float = 1.0) -> None:
         self.verb = verb
-        facts = f"{verb}  {str(dtype)[6:]}  " + ("" if op == NO_OP else f"{OP_NAMES[op]}  ")
-        listed = str(list(counts))
-        self.digest = blake2b((facts + listed).encode(), digest_size=8).digest()
-        # The words are cut at some length, the digest knows all counts.
-        words = f"{facts}{listed if len(listed) < 120 else listed[:116] + ' ...'}   {call_site()}"
-        encoded = words.encode()[: self.BYTES - _HEAD.size]
-        self.bytes = _HEAD.pack(self.digest, factor, len(encoded)) + encoded.ljust(self.BYTES - _HEAD.size, b"\0")
+        self.digest, facts = _facts(verb, dtype, op, tuple(counts))
+        words = f"{facts}   {call_site()}".encode()[: self.BYTES - _HEAD.size]
+        self.bytes = _HEAD.pack(self.digest, factor, len(words)) + words.ljust(self.BYTES - _HEAD.size, b"\0")
+
+
+@lru_cache(maxsize=1024)
+def _facts(verb: str, dtype: torch.dtype, op: int, counts: tuple[int, ...]) -> tuple[bytes, str]:
+    """What must be equal: as a digest, and in words, which are cut at some length."""
+    facts = f"{verb}  {str(dtype)[6:]}  " + ("" if op == NO_OP else f"{OP_NAMES[op]}  ")
+    listed = str(list(counts))
+    digest = blake2b((facts + listed).encode(), digest_size=8).digest()
+    return digest, facts + (listed if len(listed) < 120 else listed[:116] + " ...")
 
 
 def compare(pg: ProcessGroup, seq: int, request: Request, letters: Sequence[bytes]) -> list[float]:
@@ -40,14 +46,14 @@ def compare(pg: ProcessGroup, seq: int, request: Request, letters: Sequence[byte
 
     ``letters`` are by rank, each beginning with a request's bytes.
     """
-    factors, lines, differing = [], [], []
-    for rank, letter in enumerate(letters):
-        digest, factor, length = _HEAD.unpack_from(letter)
-        factors.append(factor)
-        lines.append(letter[_HEAD.size : min(_HEAD.size + length, Request.BYTES)].decode(errors="replace"))
-        if digest != request.digest:
-            differing.append(rank)
+    differing = [rank for rank, letter in enumerate(letters) if letter[: len(request.digest)] != request.digest]
     if differing:
         text = "ranks were asked for different things"
+        lines = [_words(letter) for letter in letters]
         raise make_error(_MISMATCH, request.verb, seq, pg.group_name, pg.rank(), differing, text, lines, False)
-    return factors
+    return [_HEAD.unpack_from(letter)[1] for letter in letters]
+
+
+def _words(letter: bytes) -> str:
+    length = _HEAD.unpack_from(letter)[2]
+    return letter[_HEAD.size : min(_HEAD.size + length, Request.BYTES)].decode(errors="replace")

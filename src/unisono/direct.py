@@ -1,12 +1,12 @@
 """Uneven collectives by send and receive, for gloo: every byte goes once from where it is to where it is wanted.
 
-A call is an all-to-all of *letters*, which say what each rank was asked for and hold the data itself if that is
-small. Larger data is posted at the same time, under a tag made of the request's digest, so it only ever meets data of
-an equal request. If requests differ, every rank reads so in the letters and raises.
+In a call each rank sends each other a *letter*, which says what it was asked for and holds the data itself if that is
+small. Larger data is sent beside it, under a tag made of the request's digest, so it only ever meets data of an equal
+request. If requests differ, every rank reads so in the letters and raises.
 
-A second operation of gloo costs more than some ten thousand bytes in the first. So letters are as long as the data of
-the call before would have needed, up to ``_MOST_LETTERS`` together: programs repeat themselves, and all ranks know that
-call. (After a call on which ranks disagreed, those that have others under way already may not; gloo then ends them.)
+Of two ranks the lower one writes first and the higher one answers. When both write at once, gloo's thread may find the
+connection locked by a sender that it has itself displaced from the CPU, and tries again until its time slice ends:
+with two ranks on two CPUs one exchange in ten took 4 ms instead of 0.2.
 
 A reduce-scatter receives the chunk of this rank piece by piece from all peers, and combines each piece in rank order
 with the core's kernels: the same bits as on a unisono group. While a piece is combined the next ones arrive. The memory
@@ -33,16 +33,18 @@ from .agreement import NO_OP, Request, compare
 from .composed_work import Driver
 from .errors import MismatchError
 
-_LETTER_BYTES = 4096  # of a letter, at least
-_MOST_LETTERS = 1 << 20  # bytes of all letters of a rank that are longer, sent and received
+_LETTERS_BYTES = 1 << 20  # of all letters of a call to and from a rank
+_GATHER_BYTES = 8 << 20  # the same in an all-gather, where they are together not more than the output
+_LEAST_LETTER = 4 << 10  # of one letter, however many ranks there are
 _PIECE_BYTES = 2 << 20  # measured: smaller pieces cost more in posting, larger ones leave the caches
 _PIECES_AHEAD = 2
-_LEAST_SCRATCH = 64 << 10
+_LEAST_SCRATCH = 1 << 20
 _LEAST_RELAY = 1 << 20  # bytes of a chunk from which passing it on in shares pays
 _TAGS = 0x4000_0000
-_NO_OPTIONS = dist.AllToAllOptions()
+_LETTER_TAGS = 0x2000_0000
 
 Span = tuple[int, int]  # first element, and one after the last
+Cut = Callable[[Tensor], Sequence[Tensor]]  # a chunk into the messages it is sent in
 
 
 class Direct:
@@ -56,8 +58,11 @@ class Direct:
         self.peers = [(self.rank + by) % self.size for by in range(1, self.size)]
         self._driver = Driver()
         self._seq = 0
-        self._letter_bytes = _LETTER_BYTES  # of the next call
         self._lock = threading.Lock()
+        links = max(1, 2 * len(self.peers))
+        self.letter_bytes = max(_LEAST_LETTER, _LETTERS_BYTES // links & -_LEAST_LETTER)
+        self.most_bytes = max(_LEAST_LETTER, _GATHER_BYTES // links & -_LEAST_LETTER)
+        self._papers: list[Tensor] = []  # for letters; kept, since fresh memory would cost a page fault every 4 KiB
 
     @property
     def pg(self) -> ProcessGroup:
@@ -70,8 +75,8 @@ class Direct:
         to = _spans(counts)
         spans = [(0, part.numel())] * self.size
         largest = max(counts)
-        if self.size == 2 or largest * part.element_size() < _LEAST_RELAY or 2 * largest <= to[-1][1]:
-            return self._exchange(request, part, spans, whole, to, largest, async_op)
+        if self.size <= 2 or largest * part.element_size() < _LEAST_RELAY or 2 * largest <= to[-1][1]:
+            return self._exchange(request, part, spans, whole, to, self.most_bytes, async_op)
         # One rank has more than all others together. It sends each of the others a share of its chunk, and they pass
         # the shares on to one another, instead of sending everything to everybody while the others have nothing to do.
         root = counts.index(largest)
@@ -81,11 +86,11 @@ class Direct:
         start = to[root][0]
         if self.rank == root:
             spans = [shares.get(rank, spans[root]) for rank in range(self.size)]
-            return self._exchange(request, part, spans, whole, to, largest, async_op)
+            return self._exchange(request, part, spans, whole, to, self.most_bytes, async_op)
         mine = (start + shares[self.rank][0], start + shares[self.rank][1])
         relay = [(rank, (start + a, start + b)) for rank, (a, b) in shares.items() if rank != self.rank]
         to[root] = mine
-        return self._exchange(request, part, spans, whole, to, largest, async_op, (root, mine, relay))
+        return self._exchange(request, part, spans, whole, to, self.most_bytes, async_op, (root, mine, relay))
 
     def all_to_all(
         self,
@@ -97,9 +102,8 @@ class Direct:
         async_op: bool,
     ) -> dist.Work | None:
         request = Request("all_to_all", input.dtype, NO_OP, matrix)
-        return self._exchange(
-            request, input, _spans(input_counts), output, _spans(output_counts), max(matrix), async_op
-        )
+        spans, to = _spans(input_counts), _spans(output_counts)
+        return self._exchange(request, input, spans, output, to, self.letter_bytes, async_op)
 
     def _exchange(
         self,
@@ -108,39 +112,33 @@ class Direct:
         spans: list[Span],
         output: Tensor,
         to: list[Span],
-        largest: int,
+        room: int,
         async_op: bool,
         relay: tuple[int, Span, list[tuple[int, Span]]] | None = None,
     ) -> dist.Work | None:
         """Sends ``spans[r]`` of the source to rank r, and receives ``to[r]`` of the output from it.
 
-        ``largest`` is as in :meth:`_post`.
-
         With ``relay``, a root, a span of the output and a list of ranks with spans: passes the span on to those ranks
         when it has come from the root, and receives their spans from them.
         """
-        post = self._post(request, source, spans, largest)
+        post = self._post(request, source, spans, room, lambda chunk: (chunk,))
         small = post.fitting_elements
         for peer in reversed(self.peers):
             start, end = to[peer]
             if end - start > small:
                 post.works.append((peer, post.recv(output[start:end], peer)))
-        for peer in self.peers:
-            start, end = spans[peer]
-            if end - start > small:
-                post.works.append((peer, post.send(source[start:end], peer)))
+        receiving = list(post.works)
         passed_on = [(peer, post.recv(output[start:end], peer)) for peer, (start, end) in (relay[2] if relay else ())]
+        post.finish_posting()
 
         def finish() -> None:
-            post.compare(post.works)
+            (start, end), own = to[self.rank], spans[self.rank][0]
+            _copy(output, start, end, source.data_ptr() + own * source.element_size())  # while letters are on their way
+            post.compare(receiving)
             for peer in self.peers:
                 start, end = to[peer]
                 if start < end <= start + small:
-                    post.copy_data(peer, output, start, end)
-            (start, end), (own, own_end) = to[self.rank], spans[self.rank]
-            mine = output[start:end]
-            if mine.data_ptr() != source.data_ptr() + own * source.element_size():
-                mine.copy_(source[own:own_end])
+                    _copy(output, start, end, post.data_place(peer))
             if relay is not None:
                 root, (start, end), peers = relay
                 post.wait(root)
@@ -155,23 +153,21 @@ class Direct:
     ) -> dist.Work | None:
         _core.combine(part[:0], [part[:0]], op, [factor])  # says whether the op means something for the dtype
         spans = _spans(counts)
-        post = self._post(Request("reduce_scatter", part.dtype, op, counts, factor), whole, spans, max(counts))
+        request = Request("reduce_scatter", part.dtype, op, counts, factor)
+        item_bytes = part.element_size()
+
+        def cut(chunk: Tensor) -> Sequence[Tensor]:
+            return torch.split(chunk, self._piece_elements(chunk.numel(), item_bytes))
+
+        post = self._post(request, whole, spans, self.letter_bytes, cut)
         small = post.fitting_elements
-        sure = []  # what agreeing peers receive even if others disagree
-        for peer in self.peers:
-            start, end = spans[peer]
-            if end - start > small:
-                length = self._piece_elements(end - start, part.element_size())
-                for i, piece in enumerate(torch.split(whole[start:end], length)):
-                    post.works.append((peer, post.send(piece, peer)))
-                    if i < _PIECES_AHEAD:
-                        sure.append(post.works[-1])
         start, end = spans[self.rank]
         own = whole[start:end]
         pieces = _Pieces(self, post, part, own) if part.numel() > small and self.peers else None
+        post.finish_posting()
 
         def finish() -> None:
-            factors = post.compare(sure if pieces is None else [*sure, *pieces.under_way()])
+            factors = post.compare([] if pieces is None else pieces.under_way())
             if pieces is not None:
                 pieces.combine(op, factors)
             else:
@@ -187,19 +183,22 @@ class Direct:
         fitting = scratch_bytes // (_PIECES_AHEAD * (self.size - 1))
         return max(1, min(fitting, _PIECE_BYTES) // item_bytes)
 
-    def _post(self, request: Request, source: Tensor, spans: list[Span], largest: int) -> _Post:
-        """Sends the letters; ``largest`` are the most elements that any rank sends to another."""
+    def _post(self, request: Request, source: Tensor, spans: list[Span], room: int, cut: Cut) -> _Post:
         with self._lock:
             self._seq += 1
-            letter = self._letter_bytes
-            self._letter_bytes = self._letter_for(largest * source.element_size())
-            return _Post(self, self._seq, request, source, spans, letter)
+            seq = self._seq
+        return _Post(self, seq, request, source, spans, room, cut)
 
-    def _letter_for(self, data_bytes: int) -> int:
-        letter = _LETTER_BYTES
-        while letter < data_bytes + Request.BYTES:
-            letter *= 4
-        return letter if 2 * self.size * letter <= _MOST_LETTERS else _LETTER_BYTES
+    def paper(self) -> Tensor:
+        """Memory for a letter, of the longest kind: what a peer will write is not known."""
+        try:
+            return self._papers.pop()
+        except IndexError:
+            return torch.empty(self.most_bytes, dtype=torch.uint8)
+
+    def take_back(self, papers: Iterable[Tensor]) -> None:
+        if len(self._papers) < 2 * len(self.peers):
+            self._papers.extend(papers)
 
     def _end(self, finish: Callable[[], None], output: Tensor, async_op: bool) -> dist.Work | None:
         if async_op:
@@ -212,41 +211,66 @@ class _Post:
     """The messages of one call. A work is waited for once only: gloo would take a second wait for another message."""
 
     def __init__(
-        self, direct: Direct, seq: int, request: Request, source: Tensor, spans: list[Span], letter_bytes: int
+        self, direct: Direct, seq: int, request: Request, source: Tensor, spans: list[Span], room: int, cut: Cut
     ) -> None:
         self.direct = direct
         self.pg = direct.pg
         self.seq = seq
         self.request = request
+        self.source = source
+        self.spans = spans
+        self.cut = cut
         self.tag = _TAGS | (int.from_bytes(request.digest[:3], "little") & 0xFFFFF) << 8 | seq & 0xFF
+        self.letter_tag = _LETTER_TAGS | seq & 0xFF_FFFF
+        self.fitting_elements = (room - Request.BYTES) // source.element_size()
         self.works: list[tuple[int, Any]] = []
-        item_bytes = source.element_size()
-        self.letter_bytes = letter_bytes
-        self.fitting_elements = (letter_bytes - Request.BYTES) // item_bytes  # what goes into the letter
-        sent = torch.zeros(direct.size * letter_bytes, dtype=torch.uint8)
-        # Raw copies: a few operations of torch per peer would cost as much as the message.
-        first, letter = source.data_ptr(), sent.data_ptr()
-        for start, end in spans:
-            memmove(letter, request.bytes, Request.BYTES)
-            if start < end <= start + self.fitting_elements:
-                memmove(letter + Request.BYTES, first + start * item_bytes, (end - start) * item_bytes)
-            letter += letter_bytes
-        self.letters = torch.empty_like(sent)
-        self.delivery = self.pg.alltoall_base(self.letters, sent, [], [], _NO_OPTIONS)
+        self.sure: list[tuple[int, Any]] = []  # sends that an agreeing peer receives even if others disagree
+        self.letters: dict[Span, Tensor] = {}
+        self.sent: list[Any] = []
+        self.received: dict[int, tuple[Tensor, Any]] = {}
+        # First what others wait for.
+        for peer in direct.peers:
+            if peer > direct.rank:
+                self._write(peer)
+                self._send_data(peer)
+        for peer in direct.peers:
+            paper = direct.paper()
+            self.received[peer] = (paper, self.pg.recv([paper], peer, self.letter_tag))
 
-    def _place_of(self, rank: int) -> int:
-        return self.letters.data_ptr() + rank * self.letter_bytes
+    def finish_posting(self) -> None:
+        """To be called when all is posted that is to be received."""
+        for peer in self.direct.peers:
+            if peer < self.direct.rank:
+                self._send_data(peer)
 
-    def copy_data(self, peer: int, output: Tensor, start: int, end: int) -> None:
-        """Puts the data in a peer's letter into a span of the output."""
-        item_bytes = output.element_size()
-        source = self._place_of(peer) + Request.BYTES
-        memmove(output.data_ptr() + start * item_bytes, source, (end - start) * item_bytes)
+    def _write(self, peer: int) -> None:
+        start, end = self.spans[peer]
+        if end - start > self.fitting_elements:
+            start = end = 0
+        data_bytes = (end - start) * self.source.element_size()
+        letter = self.letters.get((start, end))
+        if letter is None:
+            # Raw copies: operations of torch would cost as much as the message.
+            letter = self.letters[start, end] = self.direct.paper()
+            place, data = letter.data_ptr(), self.source.data_ptr() + start * self.source.element_size()
+            memmove(place, self.request.bytes, Request.BYTES)
+            memmove(place + Request.BYTES, data, data_bytes)
+        self.sent.append(self.pg.send([letter[: Request.BYTES + data_bytes]], peer, self.letter_tag))
+
+    def _send_data(self, peer: int) -> None:
+        start, end = self.spans[peer]
+        if end - start > self.fitting_elements:
+            works = [(peer, self.send(piece, peer)) for piece in self.cut(self.source[start:end])]
+            self.works += works
+            self.sure += works[:_PIECES_AHEAD]
+
+    def data_place(self, peer: int) -> int:
+        """Where the data in a peer's letter is."""
+        return self.received[peer][0].data_ptr() + Request.BYTES
 
     def data_from(self, peer: int, like: Tensor) -> Tensor:
         """The data in a peer's letter."""
-        start = peer * self.letter_bytes + Request.BYTES
-        return self.letters[start : start + like.nbytes].view(like.dtype)
+        return self.received[peer][0][Request.BYTES : Request.BYTES + like.nbytes].view(like.dtype)
 
     def send(self, tensor: Tensor, peer: int) -> Any:
         return self.pg.send([tensor], peer, self.tag)
@@ -254,27 +278,46 @@ class _Post:
     def recv(self, tensor: Tensor, peer: int) -> Any:
         return self.pg.recv([tensor], peer, self.tag)
 
-    def compare(self, sure: Iterable[tuple[int, Any]]) -> list[float]:
-        """Reads the letters. Raises if requests differ, after the data has passed that agreeing ranks wait for too."""
-        self.delivery.wait()
-        requests = [string_at(self._place_of(rank), Request.BYTES) for rank in range(self.direct.size)]
+    def compare(self, receiving: Iterable[tuple[int, Any]]) -> list[float]:
+        """Reads the letters and answers them. Raises if requests differ, but not before the data has passed that
+        agreeing ranks have asked each other for already: ``receiving`` is what this one has."""
+        requests = [self.request.bytes] * self.direct.size
+        for peer in sorted(self.received):
+            letter, work = self.received[peer]
+            work.wait()
+            requests[peer] = string_at(letter.data_ptr(), Request.BYTES)
+            if peer < self.direct.rank:
+                self._write(peer)
         try:
             return compare(self.pg, self.seq, self.request, requests)
         except MismatchError as error:
-            with self.direct._lock:
-                if self.direct._seq == self.seq:  # else a later call has set it
-                    self.direct._letter_bytes = _LETTER_BYTES
-            for peer, work in sure:
+            for peer, work in (*receiving, *self.sure):
                 if peer not in error.peers:
                     work.wait()
+            self._end_letters()
             raise
 
+    def _end_letters(self) -> None:
+        for work in self.sent:
+            work.wait()
+        self.direct.take_back([*self.letters.values(), *(letter for letter, _ in self.received.values())])
+
     def wait(self, only: int | None = None) -> None:
-        """Waits for the messages under way, to and from all peers or one."""
+        """Waits for the messages under way, to and from all peers or one. After all, the letters are used again."""
         waiting, self.works = self.works, [] if only is None else [pair for pair in self.works if pair[0] != only]
         for peer, work in waiting:
             if only is None or peer == only:
                 work.wait()
+        if only is None:
+            self._end_letters()
+
+
+def _copy(output: Tensor, start: int, end: int, place: int) -> None:
+    """Puts what is in memory at ``place`` into a span of the output, unless it is there already."""
+    item_bytes = output.element_size()
+    to = output.data_ptr() + start * item_bytes
+    if to != place:
+        memmove(to, place, (end - start) * item_bytes)
 
 
 def _spans(counts: Sequence[int]) -> list[Span]:

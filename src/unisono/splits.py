@@ -5,6 +5,7 @@ The first line of an error is torch_npu's text where it has one; the second says
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from operator import index
@@ -20,6 +21,8 @@ from .groups import native
 #: What a splits argument may be: a list, a tuple, torch.Size, a 1-D integer tensor, a numpy array of integers, or None.
 SplitsLike: TypeAlias = Sequence[int] | Tensor | Any | None
 
+_take_cpu: weakref.WeakSet[Any] = weakref.WeakSet()  # groups of other backends that are known to
+
 
 def check_whole_and_part(
     group: ProcessGroup | Group, ours: Group | None, whole: Tensor, part: Tensor, splits: SplitsLike, gather: bool
@@ -29,7 +32,8 @@ def check_whole_and_part(
     ``ours`` is ``native(group)``; ``gather`` says that the whole is the output, for messages.
     """
     try:
-        plain = whole.is_contiguous() and part.is_contiguous() and whole.is_cpu and part.is_cpu and ours is not None
+        plain = whole.is_contiguous() and part.is_contiguous() and whole.is_cpu and part.is_cpu
+        plain = plain and (ours is not None or group in _take_cpu)
     except (AttributeError, RuntimeError):
         plain = False
     if not plain:
@@ -170,7 +174,12 @@ def _check_memory(group: ProcessGroup | Group, whole: Tensor, part: Tensor, gath
         if not tensor.is_contiguous():
             shape = f"shape {list(tensor.shape)} with strides {list(tensor.stride())}"
             raise RuntimeError(f"Tensors must be contiguous\n{_expected_got(f'a contiguous {name!r}', shape)}")
-    kinds = ["cpu"] if native(group) is not None else sorted({device.type for device in group._device_types})  # type: ignore[union-attr]
+    if native(group) is not None:
+        kinds = ["cpu"]
+    else:
+        kinds = sorted({device.type for device in group._device_types})  # type: ignore[union-attr]
+        if "cpu" in kinds:
+            _take_cpu.add(group)
     for name, tensor in named:
         if tensor.device.type not in kinds or tensor.device != named[0][1].device:
             raise RuntimeError(

@@ -150,9 +150,8 @@ def run_all_gather(
     if ours is not None:
         handle = ours.all_gather(output, input, counts, async_op=async_op)
         return None if handle is None else work_of(group, handle, output)
-    flat = output.detach().view(-1)
     assert not isinstance(group, Group)
-    return composition_of(group, output.device).all_gather(flat, input.detach().view(-1), counts, async_op)
+    return composition_of(group, output.device).all_gather(_flat(output), _flat(input), counts, async_op)
 
 
 def run_reduce_scatter(
@@ -170,8 +169,8 @@ def run_reduce_scatter(
         return None if handle is None else work_of(group, handle, output)
     code, factor = _reduce_op(op, None)
     assert not isinstance(group, Group)
-    part, whole = output.detach().view(-1), input.detach().view(-1)
-    return composition_of(group, output.device).reduce_scatter(part, whole, counts, code, factor, async_op)
+    composition = composition_of(group, output.device)
+    return composition.reduce_scatter(_flat(output), _flat(input), counts, code, factor, async_op)
 
 
 def run_all_to_all(
@@ -189,10 +188,13 @@ def run_all_to_all(
         handle = ours.all_to_all(output, input, output_counts, rows[rank], async_op=async_op)
         return None if handle is None else work_of(group, handle, output)
     assert not isinstance(group, Group)
-    to, source = output.detach().view(-1), input.detach().view(-1)
     matrix = [n for row in rows for n in row]
     composition = composition_of(group, output.device)
-    return composition.all_to_all(to, source, output_counts, rows[rank], matrix, async_op)
+    return composition.all_to_all(_flat(output), _flat(input), output_counts, rows[rank], matrix, async_op)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
 
 
 def work_of(group: ProcessGroup | Group, handle: Handle, output: Tensor) -> Any:

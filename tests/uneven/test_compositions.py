@@ -198,6 +198,32 @@ class Peak:
         return self.most - self.start
 
 
+def leave_early(group, path):
+    """Rank 0 has left before the others look at what it sent, and nobody ever sends the letters asked for next."""
+    size, rank = group.size, group.rank
+    dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
+    splits = [3 + r for r in range(size)]
+    part, wholes, works = torch.full((splits[rank],), 1.0 + rank), [torch.zeros(sum(splits)) for _ in range(3)], []
+    for whole in wholes:
+        works.append(unisono.all_gather_into_tensor_uneven(whole, part, splits, async_op=True))
+        if rank == 0:
+            works[-1].wait()
+    if rank == 0:
+        dist.destroy_process_group()
+    group.barrier()
+    if rank != 0:
+        for work in works:
+            work.wait()
+        dist.destroy_process_group()
+    want = torch.cat([torch.full((n,), 1.0 + r) for r, n in enumerate(splits)])
+    return all(torch.equal(whole, want) for whole in wholes)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_leaving_early_on_gloo(pool, size, tmp_path):
+    assert pool.run(leave_early, str(tmp_path / "store")) == [True] * size
+
+
 def extra_memory(group, path):
     size, rank = group.size, group.rank
     with world(group, "gloo", path):

@@ -96,8 +96,10 @@ def disagree(group, kind, path):
     even = [100] * size
     odd = [101, *[100] * (size - 2), 99]
     large, larger = [n * 1000 for n in even], [n * 1000 for n in odd]
+    huge, huger = [n * 12_000 for n in even], [n * 12_000 for n in odd]
+    pairs = [(even, odd), (large, larger), (huge, huger), (even, large), (large, huge), (huge, [0] * size)]
     with world(group, kind, path) as of:
-        for first, others in ((even, odd), (large, larger), (even, large), (large, [0] * size), ([0] * size, large)):
+        for first, others in (*pairs, *((b, a) for a, b in pairs)):
             splits = first if rank == 0 else others
             for verb in ("gather", "reduce"):
                 whole, part = tensor(sum(splits)), tensor(splits[rank])
@@ -112,6 +114,11 @@ def disagree(group, kind, path):
                         errors.append(str(error))
         for call in (
             lambda: gather(of, tensor(size), tensor(1)) if rank == 0 else reduce(of, tensor(1), tensor(size)),
+            lambda: (
+                gather(of, tensor(sum(large)), tensor(large[rank]), large)
+                if rank == 0
+                else reduce(of, tensor(large[rank]), tensor(sum(large)), large)
+            ),
             lambda: reduce(of, tensor(1), tensor(size), None, "sum" if rank == 0 else "max"),
             lambda: gather(of, tensor(size, dtype=(d := torch.int32 if rank else torch.float32)), tensor(1, dtype=d)),
             lambda: (

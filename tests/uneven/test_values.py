@@ -7,7 +7,7 @@ from tests.uneven.cases import KINDS, Case, check, splits_for
 
 SIZES = [2, 3, 4]
 # Elements around which gloo's composition changes: a letter's room, one piece, several pieces.
-UNITS = (1, 3, 240, 241, 5000, 70_001)
+UNITS = (1, 3, 240, 5000, 21_472, 21_473, 32_736, 32_737, 70_001)
 
 
 def gather_and_reduce(**facts):

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from unisono.group import Group
 
 KINDS = ("heap", "ordinary")
-WAYS = ("group", "dist", "comm_func", "uneven")
+WAYS = ("group", "dist", "comm_func", "uneven", "on_gloo")
+ON_GLOO = WAYS[-1]  # the uneven names on a gloo group: no kind of memory makes a difference there
 LIMIT = "limit"
 
 
@@ -86,6 +87,8 @@ def contenders_of(groups: Groups, case: Case, order: Order) -> tuple[list[Conten
         for kind in order.kinds
     }
     for way in order.ways:
+        if way == ON_GLOO:
+            continue
         for kind, job in jobs.items():
             name = kind if way == "group" else f"{way} {kind}"
             try:
@@ -94,14 +97,20 @@ def contenders_of(groups: Groups, case: Case, order: Order) -> tuple[list[Conten
                 lacks[name] = str(why)
                 continue
             found.append(_contender(name, "", call, groups.direct.barrier, job, way == "group"))
-    if order.gloo:
+    if order.gloo or ON_GLOO in order.ways:
         job = jobs.get("ordinary") or Job.make(case, groups.direct.rank, torch.empty)
         jobs.setdefault("ordinary", job)
-        try:
-            for variant, call in gloo_calls(job, groups.gloo).items():
-                found.append(_contender("gloo", variant, call, _gloo_barrier(groups), job))
-        except Lacking as why:
-            lacks["gloo"] = str(why)
+        choices: dict[str, Callable[[], dict[str, Call]]] = {}
+        if ON_GLOO in order.ways:
+            choices[ON_GLOO] = lambda: {"": job.call("uneven", groups.direct, groups.gloo)}
+        if order.gloo:
+            choices["gloo"] = lambda: gloo_calls(job, groups.gloo)
+        for name, calls in choices.items():
+            try:
+                for variant, call in calls().items():
+                    found.append(_contender(name, variant, call, _gloo_barrier(groups), job))
+            except Lacking as why:
+                lacks[name] = str(why)
     return found, lacks, list(jobs.values())
 
 

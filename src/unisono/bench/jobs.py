@@ -1,8 +1,8 @@
 """A case's torch tensors on one rank, and the calls a user of unisono would write for it.
 
 There are four ways to call: the Group's method (`group`), torch.distributed on the unisono backend (`dist`), the
-functional form (`comm_func`), and the uneven pair's documented names (`uneven`). Parts of the package that are not
-there, and operations a way has no name for, raise Lacking.
+functional form (`comm_func`), and the uneven pair's documented names (`uneven`, or `on_gloo` on a gloo group). Parts of
+the package that are not there, and operations a way has no name for, raise Lacking.
 """
 
 from __future__ import annotations

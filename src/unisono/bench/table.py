@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .apart.cases import OPS
-from .contenders import KINDS, LIMIT
+from .contenders import KINDS, LIMIT, ON_GLOO
 from .ratios import compare, short
 from .rows import free_bytes
 
@@ -86,7 +86,7 @@ def add_ratios(row: dict[str, Any]) -> None:
         result["times_limit"] = result["time_us"] / limit["time_us"] if limit else None
     for name, result in row["results"].items():
         result["ratios"] = {}
-        for kind in KINDS:
+        for kind in (*KINDS, ON_GLOO) if name == "gloo" else KINDS:
             base = row["results"].get(kind)
             if base is not None and kind != name:
                 together = min(len(base["rounds_us"]), len(result["rounds_us"]))  # fewer, if one of them is very slow
@@ -152,7 +152,7 @@ def standing_lines(rows: list[dict[str, Any]]) -> list[str]:
     counts: dict[tuple[str, str], dict[str, list[str]]] = {}
     for row in rows:
         for name, result in row.get("results", {}).items():
-            if name.split()[-1] in KINDS or name == "fused":
+            if name.split()[-1] in KINDS or name in ("fused", ON_GLOO):
                 continue
             for kind, ratio in result["ratios"].items():
                 cell = f"{title_of(row)}, {show_bytes(row['size_bytes'])}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .contenders import ON_GLOO
 from .plan import Item, make_case
 from .table import show_bytes, title_of
 
@@ -20,6 +21,7 @@ PAIR = ("all_gather", "reduce_scatter")
 TRIO = ("all_reduce", *PAIR)
 SKEWS = ("1:3", "1:15", "0:1")
 WAYS_OF_TINY = ("group", "dist", "comm_func")
+ON_GLOO_SIZES = (8 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 
 # A quantity of one row, given all rows; None where it was not measured.
 Quantity = Callable[[Row, str, Sequence[Row]], float | None]
@@ -94,10 +96,15 @@ class Target:
             splits = [*self.splits, *(["even"] if self.quantity is times_even else [])]
             for split in ["-"] if op == "all_reduce" else splits:
                 for size in self.sizes:
-                    ways = WAYS_OF_TINY if size == 8 and self.ranks == 2 else ("group",)
+                    ways = self._ways(size)
                     dtypes = [self.dtype, *(["float32"] if self.quantity is times_float32 else [])]
                     found += [Item(make_case(op, size, split, self.ranks, d, "sum"), split, ways) for d in dtypes]
         return found
+
+    def _ways(self, size: int) -> tuple[str, ...]:
+        if self.who == ON_GLOO:
+            return "group", ON_GLOO
+        return WAYS_OF_TINY if size == 8 and self.ranks == 2 else ("group",)
 
     def about(self, row: Row) -> bool:
         if "results" not in row or row["redop"] not in ("sum", "none") or row["dtype"] != self.dtype:
@@ -150,6 +157,21 @@ TARGETS: tuple[Target, ...] = (
     *(
         Target("against MPI", "heap", ahead_of(MPI), bound, "x faster", (op,), (64 * MIB,), ("1:3",), at_least=True)
         for op, bound in (("all_gather", 1.5), ("reduce_scatter", 4.0))
+    ),
+    *(
+        Target(
+            "on gloo, its best",
+            ON_GLOO,
+            ahead_of(("gloo",)),
+            1.0,
+            "x faster",
+            (op,),
+            ON_GLOO_SIZES,
+            ("1:3",),
+            at_least=True,
+            noise=True,
+        )
+        for op in PAIR
     ),
     *(
         Target("nobody is faster", kind, ahead_of(EVERYBODY), 1.0, "x faster", at_least=True, noise=True)
