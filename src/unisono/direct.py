@@ -123,11 +123,13 @@ class Direct:
         """
         post = self._post(request, source, spans, room, lambda chunk: (chunk,))
         small = post.fitting_elements
-        for peer in reversed(self.peers):
-            start, end = to[peer]
-            if end - start > small:
-                post.works.append((peer, post.recv(output[start:end], peer)))
-        receiving = list(post.works)
+        receiving = [
+            (peer, post.recv(output[start:end], peer))
+            for peer in reversed(self.peers)
+            for start, end in (to[peer],)
+            if end - start > small
+        ]
+        post.works += receiving
         passed_on = [(peer, post.recv(output[start:end], peer)) for peer, (start, end) in (relay[2] if relay else ())]
         post.finish_posting()
 
