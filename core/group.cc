@@ -300,7 +300,14 @@ void Group::describe(Call& call, Descriptor& d) {
     d.out =
         locate(call.out, call.finish ? call.finish->out_count * dtype_bytes(call.finish->out) : call.count * element);
   if (call.finish) d.residual = locate(call.finish->residual, call.finish->out_count * dtype_bytes(call.finish->out));
-  if ((call.in_parts || call.out_parts) && (d.input == Holder::place || counts_unknown)) {
+  // A rank that gathers little from itself may get much from others, who then help to write it.
+  auto gets_much = [&] {
+    for (int r = 0; r < size; r++)
+      if (call.out_parts[r].count * element > kDirectFrom) return true;
+    return false;
+  };
+  if ((call.in_parts || call.out_parts) &&
+      (d.input == Holder::place || counts_unknown || (call.verb == Verb::all_gather && gets_much()))) {
     TableEntry* table = mine_.table(call.seq);
     d.has_table = 1;
     for (int r = 0; r < size; r++) {

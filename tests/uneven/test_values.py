@@ -33,6 +33,17 @@ def test_larger(pool, size, kind, tmp_path):
     check(pool, kind, tmp_path, cases)
 
 
+@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("size", [2, 3])
+def test_little_beside_much(pool, size, kind, tmp_path):
+    """Chunks that fit into a descriptor or a slot, beside one that goes past the caches."""
+    cases = []
+    for i, little in enumerate((0, 1, 200, 20_000)):
+        for splits in ((little,) * (size - 1) + (3_500_003,), (3_500_003,) + (little,) * (size - 1)):
+            cases += gather_and_reduce(splits=splits, seed=i, heap=True)
+    check(pool, kind, tmp_path, cases)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", SIZES)
 def test_in_place(pool, size, kind, tmp_path):
