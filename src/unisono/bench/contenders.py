@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from unisono.group import Group
 
 KINDS = ("heap", "ordinary")
-WAYS = ("group", "dist", "comm_func", "uneven", "on_gloo")
-ON_GLOO = WAYS[-1]  # the uneven names on a gloo group: no kind of memory makes a difference there
+EVEN = "even"  # the Group's methods on as many bytes in equal chunks, to see what skew costs
+ON_GLOO = "on_gloo"  # the uneven names on a gloo group: no kind of memory makes a difference there
+WAYS = ("group", "dist", "comm_func", "uneven", EVEN, ON_GLOO)
 LIMIT = "limit"
 
 
@@ -82,15 +83,18 @@ def contenders_of(groups: Groups, case: Case, order: Order) -> tuple[list[Conten
         found, lacks = _matmul_contenders(groups, case, order)
         return found, lacks, []
     found, lacks = [], {}
-    jobs = {
-        kind: Job.make(case, groups.direct.rank, unisono.empty if kind == "heap" else torch.empty)
-        for kind in order.kinds
-    }
+    room = (case.evened(),) if EVEN in order.ways else ()
+    jobs = {kind: Job.make(case, groups.direct.rank, _memory(kind), room) for kind in order.kinds}
     for way in order.ways:
         if way == ON_GLOO:
             continue
-        for kind, job in jobs.items():
-            name = kind if way == "group" else f"{way} {kind}"
+        if way == EVEN and case.even:
+            lacks[EVEN] = "the chunks are equal already"
+            continue
+        for kind in order.kinds:
+            name, job = kind if way == "group" else f"{way} {kind}", jobs[kind]
+            if way == EVEN:
+                job = jobs[name] = job.on_same_memory(case.evened())
             try:
                 call = _call(job, way, groups)
             except Lacking as why:
@@ -117,7 +121,11 @@ def contenders_of(groups: Groups, case: Case, order: Order) -> tuple[list[Conten
 def _call(job: Job, way: str, groups: Groups) -> Call:
     if way == "dist" and groups.backend is None:
         raise Lacking(groups.backend_lacks or "no process group on the unisono backend")
-    return job.call(way, groups.direct, groups.backend)
+    return job.call("group" if way == EVEN else way, groups.direct, groups.backend)
+
+
+def _memory(kind: str) -> Callable[..., torch.Tensor]:
+    return unisono.empty if kind == "heap" else torch.empty
 
 
 def _contender(name: str, variant: str, call: Call, align: Call, job: Job, ours: bool = False) -> Contender:

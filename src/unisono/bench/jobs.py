@@ -8,7 +8,7 @@ the package that are not there, and operations a way has no name for, raise Lack
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -49,10 +49,16 @@ class Job:
     output: torch.Tensor | None
 
     @classmethod
-    def make(cls, case: Case, rank: int, empty: Callable[..., torch.Tensor]) -> Job:
+    def make(cls, case: Case, rank: int, empty: Callable[..., torch.Tensor], room: Sequence[Case] = ()) -> Job:
+        """On fresh memory; cases in `room` may be made :meth:`on_same_memory`."""
         dtype = getattr(torch, case.dtype)
-        tensors = [None if n is None else empty(n, dtype=dtype) for n in case.shapes(rank)]
-        return cls(case, rank, *tensors)
+        most = [max([n or 0 for n in sizes]) for sizes in zip(*(c.shapes(rank) for c in (case, *room)), strict=True)]
+        return cls(case, rank, *(empty(n, dtype=dtype) for n in most)).on_same_memory(case)
+
+    def on_same_memory(self, case: Case) -> Job:
+        """Where pages lie in memory makes more of a difference than most things that are compared."""
+        both = zip((self.input, self.output), case.shapes(self.rank), strict=True)
+        return Job(case, self.rank, *(None if n is None or t is None else t.as_strided((n,), (1,)) for t, n in both))
 
     def clear(self) -> None:
         """All zero: a sum repeated in place stays 0 and never meets slow subnormal numbers."""

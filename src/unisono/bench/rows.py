@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 WARM_BYTES = 64 << 20  # larger buffers leave no cache warm
 TURN_S = 1e-3  # calls are repeated up to this length
+LARGE_BYTES, LARGE_TURN_S = 1 << 20, 4e-3  # the same above this size, where one call more or less would show
 CROWDED_TURN_S = 10e-3  # the same when ranks share CPUs: more than one time slice of the scheduler
 MOST_CALLS = 10_000
 MOST_ROUNDS = 200
@@ -276,7 +277,7 @@ def _take_turns(
     chosen: dict[str, tuple[str, Turn]], case: Case, order: Order, warmup: int, crowded: bool, lacks: dict[str, str]
 ) -> dict[str, tuple[int, list[float]]]:
     """Batch size and seconds by round, of every contender that lasted."""
-    turn_s = CROWDED_TURN_S if crowded else TURN_S
+    turn_s = CROWDED_TURN_S if crowded else LARGE_TURN_S if case.size_bytes > LARGE_BYTES else TURN_S
     rounds: dict[str, tuple[int, list[float]]] = {}
 
     def take(name: str, calls: int) -> float | None:

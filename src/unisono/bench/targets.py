@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .contenders import ON_GLOO
+from .contenders import EVEN, ON_GLOO
 from .plan import Item, make_case
 from .table import show_bytes, title_of
 
@@ -37,23 +37,21 @@ def times_limit(row: Row, who: str, rows: Sequence[Row]) -> float | None:
     return None if result is None else result["times_limit"]
 
 
-def times_other(row: Row, who: str, rows: Sequence[Row], **changed: Any) -> float | None:
-    """Time ÷ the time of the row that differs only in `changed`, among rows of about the same bytes."""
-    keys = ("op", "ranks", "split", "dtype")
-    wanted = {key: row[key] for key in keys} | changed
+def times_float32(row: Row, who: str, rows: Sequence[Row]) -> float | None:
+    """Time ÷ that of the row of float32, among rows of about the same bytes."""
+    keys = ("op", "ranks", "split")
     for other in rows:
-        if all(other[key] == wanted[key] for key in keys) and abs(other["size_bytes"] / row["size_bytes"] - 1) < 0.01:
+        alike = other["dtype"] == "float32" and all(other[key] == row[key] for key in keys)
+        if alike and abs(other["size_bytes"] / row["size_bytes"] - 1) < 0.01:
             mine, theirs = time_us(row, who, rows), time_us(other, who, rows)
             return mine / theirs if mine and theirs else None
     return None
 
 
-def times_float32(row: Row, who: str, rows: Sequence[Row]) -> float | None:
-    return times_other(row, who, rows, dtype="float32")
-
-
 def times_even(row: Row, who: str, rows: Sequence[Row]) -> float | None:
-    return times_other(row, who, rows, split="even")
+    """Time ÷ that of as many bytes in equal chunks, in the same rounds."""
+    mine, even = time_us(row, who, rows), time_us(row, f"{EVEN} {who}", rows)
+    return mine / even if mine and even else None
 
 
 def ahead_of(names: Sequence[str]) -> Quantity:
@@ -93,8 +91,7 @@ class Target:
         """The rows this promise is about, and those it compares them with."""
         found: list[Item] = []
         for op in self.ops:
-            splits = [*self.splits, *(["even"] if self.quantity is times_even else [])]
-            for split in ["-"] if op == "all_reduce" else splits:
+            for split in ["-"] if op == "all_reduce" else self.splits:
                 for size in self.sizes:
                     ways = self._ways(size)
                     dtypes = [self.dtype, *(["float32"] if self.quantity is times_float32 else [])]
@@ -104,6 +101,8 @@ class Target:
     def _ways(self, size: int) -> tuple[str, ...]:
         if self.who == ON_GLOO:
             return "group", ON_GLOO
+        if self.quantity is times_even:
+            return "group", EVEN
         return WAYS_OF_TINY if size == 8 and self.ranks == 2 else ("group",)
 
     def about(self, row: Row) -> bool:

@@ -8,7 +8,8 @@ dtype, so right means equal.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 PERIOD = 97  # of the test values: a prime, so that data that lands in the wrong place is noticed
@@ -110,6 +111,11 @@ class Case:
     @property
     def even(self) -> bool:
         return len(set(self.counts)) == 1
+
+    def evened(self) -> Case:
+        """As many elements in chunks as equal as can be."""
+        edges = [self.count * r // self.ranks for r in range(self.ranks + 1)]
+        return replace(self, counts=tuple(b - a for a, b in pairwise(edges)))
 
     def start(self, rank: int) -> int:
         return sum(self.counts[:rank])
