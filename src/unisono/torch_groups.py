@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from . import groups
 from .groups import GroupLike
-from .torch_backend import Face
+from .torch_face import Face
 
 
 def split_group(
@@ -42,14 +42,14 @@ def split_group(
             f"split_ranks must be lists of different ranks from 0 to {parent.size() - 1}, got {list(split_ranks)}"
         )
     mine: Sequence[int] = next((sorted(ranks) for ranks in split_ranks if parent.rank() in ranks), [])
-    child = parent.split_group(mine, timeout=timeout, group_desc=group_desc)
+    child: ProcessGroup | None = parent.split_group(mine, timeout=timeout, group_desc=group_desc)
     if child is None:
         return None
     distributed_c10d._register_pg_in_world(
         child,
         backend_name="unisono",
-        store=child.get_group_store(),  # type: ignore[arg-type]
-        group_name=child.group_name,  # type: ignore[arg-type]
+        store=child.get_group_store(),
+        group_name=child.group_name,
         backend_config="cpu:unisono",
         rank_mapping={dist.get_global_rank(parent_group, rank): i for i, rank in enumerate(mine)},
     )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.mutation import wrong
 from tests.mutation.wrong import argument_changed, around, instead, op_changed, output_wrong
-from unisono import monitor, sparse, torch_backend
+from unisono import monitor, refusals, sparse, torch_face
 from unisono.strided import Copies
 from unisono.torch_backend import ProcessGroupUnisono
 from unisono.work import FINISHED, Work
@@ -201,9 +201,7 @@ add("Work.get_future: over at once", around("get_future", lambda right: lambda s
     right(Work((), self._outputs)), Work), FUTURE)  # fmt: skip
 add("_end_coalescing: forgets what it began", instead(ProcessGroupUnisono, "_end_coalescing", _end_of_nothing),
     ("test_values", "test_a_managed_batch_waits", {"size": 2}))  # fmt: skip
-add(
-    "the profiler sees nothing", instead(torch_backend, "_profiling", lambda: False), ("test_work", "test_profiler", {})
-)
+add("the profiler sees nothing", instead(torch_face, "_profiling", lambda: False), ("test_work", "test_profiler", {}))
 
 
 # --- groups, barriers, time limits --------------------------------------------------------------------------
@@ -266,5 +264,5 @@ def _no_complaints(right: Callable[..., Any]) -> Callable[..., Any]:
 
 GLOO = ("test_bad_input", "test_gloo_refuses_it_in_the_same_class_and_words", {"size": 2})
 DISAGREE = ("test_bad_input", "test_ranks_that_disagree_get_a_line_for_each", {"size": 2, "group_name": "world"})
-add("refusals: in the core's words", instead(torch_backend.refusals, "refusal", _own_words), GLOO)
+add("refusals: in the core's words", instead(refusals, "refusal", _own_words), GLOO)
 add("mismatch: nobody is told", around("_run", _no_complaints), DISAGREE)

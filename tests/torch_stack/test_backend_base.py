@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import unisono
 from tests.torch_stack.worlds import world
-from unisono import groups, torch_backend
+from unisono import groups, torch_face
 
 can_combine = pytest.mark.skipif(not groups.PYTHON_BACKENDS, reason="torch has no Backend for Python before 2.14")
 
@@ -72,7 +72,7 @@ CALLED_BY_CPP = {
 def test_the_body_has_what_a_backend_is_asked_for(name):
     import inspect
 
-    inspect.signature(getattr(torch_backend.Face, name)).bind(None, *range(CALLED_BY_CPP[name]))
+    inspect.signature(getattr(torch_face.Face, name)).bind(None, *range(CALLED_BY_CPP[name]))
 
 
 def inside_of_a_cpp_group(group) -> list[str]:

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import Store
 
 from .. import torch_backend
 from ..group import Group
+from ..torch_arguments import settled
 from ..torch_backend import ProcessGroupUnisono
 from ..work import FINISHED, Work
 from . import missing
@@ -133,8 +134,8 @@ class _Lowering:
     def _lower(self, tensor: Tensor) -> Tensor:
         if tensor.device.type != "npu" and not (tensor.is_cpu and self._takes_cpu):
             raise RuntimeError(_no_backend(tensor.device.type))
-        settled: Tensor = torch_backend._settled(tensor)
-        cpu = self._met[id(tensor)] = as_cpu(settled) if tensor.device.type == "npu" else settled
+        known: Tensor = settled(tensor)
+        cpu = self._met[id(tensor)] = as_cpu(known) if tensor.device.type == "npu" else known
         return cpu
 
     def back(self, work: Work, outputs: Any) -> Work:

@@ -1,0 +1,60 @@
+"""What torch.distributed hands to a backend, taken apart: tensors, reduce operations, splits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from . import refusals
+
+_REDUCE_OPS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
+
+
+def settled(argument: Any) -> Any:
+    """Waits for the results of functional collectives in an argument and puts the tensors in their place."""
+    if isinstance(argument, AsyncCollectiveTensor):
+        return argument.trigger_wait()  # type: ignore[no-untyped-call]
+    if isinstance(argument, (list, tuple)) and any(isinstance(part, AsyncCollectiveTensor) for part in argument):
+        return [settled(part) for part in argument]
+    return argument
+
+
+def one(tensors: Any) -> Tensor:
+    if isinstance(tensors, Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise refusals.not_one_tensor(len(tensors))
+    tensor: Tensor = tensors[0]
+    return tensor
+
+
+def nested(lists: Any) -> bool:
+    return len(lists) == 1 and not isinstance(lists[0], Tensor)
+
+
+def reduction(opts: Any) -> tuple[Any, Any]:
+    """The reduce operation, and the options if there are any."""
+    if opts is None:
+        return dist.ReduceOp.SUM, None
+    if type(opts) in _REDUCE_OPS:
+        return opts, None
+    return opts.reduceOp, opts
+
+
+def counts(tensor: Tensor, splits: Sequence[int], size: int) -> list[int] | None:
+    """Elements per rank from rows of dim 0 per rank, checked as torch's own backends do and with their words."""
+    rows = tensor.size(0) if tensor.dim() else 0
+    if not splits:
+        if rows % size:
+            raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
+        return None
+    if len(splits) != size:
+        raise RuntimeError("Number of tensor splits not equal to group size")
+    if sum(splits) != rows:
+        raise RuntimeError("Split sizes doesn't match total dim 0 size")
+    row = tensor.numel() // rows if rows else 0
+    return [split * row for split in splits]
