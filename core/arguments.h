@@ -1,7 +1,7 @@
 // Checks of a call's arguments, each with the words a user needs: the argument's name, what was expected, what was got.
 //
 // All of it is local and comes before anything is published, so a wrong argument leaves the group usable. The GIL is
-// held; errors are Python's TypeError and ValueError. Used by bindings.cc only.
+// held; errors are Python's TypeError and ValueError. Used by the bindings only.
 #pragma once
 
 #include "group.h"

@@ -1,5 +1,5 @@
 // Reading and making torch tensors without torch: through the C function table of the DLPack standard that torch.Tensor
-// carries as `__dlpack_c_exchange_api__`. Used by bindings.cc only; the GIL is held in every function.
+// carries as `__dlpack_c_exchange_api__`. Used by the bindings only; the GIL is held in every function.
 #pragma once
 
 #include <nanobind/nanobind.h>
