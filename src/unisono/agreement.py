@@ -18,6 +18,7 @@ NO_OP = -1
 
 _MISMATCH = 1  # its number in errors.py and core/status.h
 _HEAD = struct.Struct("<8sdH")
+_KNOWN_COUNTS = 64  # lists up to this length are remembered; matrices of many ranks take much memory and change
 
 
 class Request:
@@ -27,18 +28,21 @@ class Request:
 
     def __init__(self, verb: str, dtype: torch.dtype, op: int, counts: Sequence[int], factor: float = 1.0) -> None:
         self.verb = verb
-        self.digest, facts = _facts(verb, dtype, op, tuple(counts))
+        find = _known_facts if len(counts) <= _KNOWN_COUNTS else _facts
+        self.digest, facts = find(verb, dtype, op, tuple(counts))
         words = f"{facts}   {call_site()}".encode()[: self.BYTES - _HEAD.size]
         self.bytes = _HEAD.pack(self.digest, factor, len(words)) + words.ljust(self.BYTES - _HEAD.size, b"\0")
 
 
-@lru_cache(maxsize=1024)
 def _facts(verb: str, dtype: torch.dtype, op: int, counts: tuple[int, ...]) -> tuple[bytes, str]:
     """What must be equal: as a digest, and in words, which are cut at some length."""
     facts = f"{verb}  {str(dtype)[6:]}  " + ("" if op == NO_OP else f"{OP_NAMES[op]}  ")
     listed = str(list(counts))
     digest = blake2b((facts + listed).encode(), digest_size=8).digest()
     return digest, facts + (listed if len(listed) < 120 else listed[:116] + " ...")
+
+
+_known_facts = lru_cache(maxsize=64)(_facts)
 
 
 def compare(pg: ProcessGroup, seq: int, request: Request, letters: Sequence[bytes]) -> list[float]:

@@ -23,7 +23,7 @@ class JoinedWork(dist.Work):
     def __init__(self, works: Sequence[Any], output: torch.Tensor, after: Callable[[], None] | None = None) -> None:
         super().__init__()
         self._works = list(works)
-        self._output = output
+        self.output = output
         self._after = after
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -49,13 +49,13 @@ class JoinedWork(dist.Work):
 
     def result(self) -> list[torch.Tensor]:
         self.wait()
-        return [self._output]
+        return [self.output]
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the output. Asking for it waits: the works of a backend need not have futures themselves."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result([self._output])
+        future.set_result([self.output])
         return future
 
 
@@ -64,7 +64,7 @@ class DrivenWork(dist.Work):
 
     def __init__(self, output: torch.Tensor) -> None:
         super().__init__()
-        self._output = output
+        self.output = output
         self.end: Future[None] = Future()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -88,11 +88,11 @@ class DrivenWork(dist.Work):
 
     def result(self) -> list[torch.Tensor]:
         self.wait()
-        return [self._output]
+        return [self.output]
 
     def get_future(self) -> torch.futures.Future[Any]:
         first: torch.futures.Future[Any] = torch.futures.Future()
-        self.end.add_done_callback(lambda _: first.set_result([self._output]))
+        self.end.add_done_callback(lambda _: first.set_result([self.output]))
         # Errors are raised in a second step: C++ that reads a future filled by set_exception may crash.
         return first.then(lambda _: self.result())
 

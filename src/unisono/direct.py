@@ -121,7 +121,7 @@ class Direct:
         With ``relay``, a root, a span of the output and a list of ranks with spans: passes the span on to those ranks
         when it has come from the root, and receives their spans from them.
         """
-        post = self._post(request, source, spans, room, lambda chunk: (chunk,))
+        post = self._post(request, source, spans, room, lambda chunk: (chunk,), async_op)
         small = post.fitting_elements
         receiving = [
             (peer, post.recv(output[start:end], peer))
@@ -161,7 +161,7 @@ class Direct:
         def cut(chunk: Tensor) -> Sequence[Tensor]:
             return torch.split(chunk, self._piece_elements(chunk.numel(), item_bytes))
 
-        post = self._post(request, whole, spans, self.letter_bytes, cut)
+        post = self._post(request, whole, spans, self.letter_bytes, cut, async_op)
         small = post.fitting_elements
         start, end = spans[self.rank]
         own = whole[start:end]
@@ -185,22 +185,21 @@ class Direct:
         fitting = scratch_bytes // (_PIECES_AHEAD * (self.size - 1))
         return max(1, min(fitting, _PIECE_BYTES) // item_bytes)
 
-    def _post(self, request: Request, source: Tensor, spans: list[Span], room: int, cut: Cut) -> _Post:
+    def _post(self, request: Request, source: Tensor, spans: list[Span], room: int, cut: Cut, async_op: bool) -> _Post:
         with self._lock:
             self._seq += 1
             seq = self._seq
-        return _Post(self, seq, request, source, spans, room, cut)
+        return _Post(self, seq, request, source, spans, room, cut, async_op)
 
     def paper(self) -> Tensor:
         """Memory for a letter, of the longest kind: what a peer will write is not known."""
         try:
             return self._papers.pop()
         except IndexError:
-            return torch.empty(self.most_bytes, dtype=torch.uint8)
+            return torch.empty(self.most_bytes, dtype=torch.uint8, device="cpu")
 
-    def take_back(self, papers: Iterable[Tensor]) -> None:
-        if len(self._papers) < 2 * len(self.peers):
-            self._papers.extend(papers)
+    def take_back(self, papers: list[Tensor]) -> None:
+        self._papers += papers[: max(0, 2 * len(self.peers) - len(self._papers))]
 
     def _end(self, finish: Callable[[], None], output: Tensor, async_op: bool) -> dist.Work | None:
         if async_op:
@@ -213,7 +212,15 @@ class _Post:
     """The messages of one call. A work is waited for once only: gloo would take a second wait for another message."""
 
     def __init__(
-        self, direct: Direct, seq: int, request: Request, source: Tensor, spans: list[Span], room: int, cut: Cut
+        self,
+        direct: Direct,
+        seq: int,
+        request: Request,
+        source: Tensor,
+        spans: list[Span],
+        room: int,
+        cut: Cut,
+        at_once: bool,
     ) -> None:
         self.direct = direct
         self.pg = direct.pg
@@ -222,7 +229,8 @@ class _Post:
         self.source = source
         self.spans = spans
         self.cut = cut
-        self.tag = _TAGS | (int.from_bytes(request.digest[:3], "little") & 0xFFFFF) << 8 | seq & 0xFF
+        # An equal request has another tag in every other call: what a call has given up must never meet a later one.
+        self.tag = _TAGS | (int.from_bytes(request.digest[:4], "little") + seq * 0x9E37_79B1) & 0x3FFF_FFFF
         self.letter_tag = _LETTER_TAGS | seq & 0xFF_FFFF
         self.fitting_elements = (room - Request.BYTES) // source.element_size()
         self.works: list[tuple[int, Any]] = []
@@ -230,11 +238,15 @@ class _Post:
         self.letters: dict[Span, Tensor] = {}
         self.sent: list[Any] = []
         self.received: dict[int, tuple[Tensor, Any]] = {}
-        # First what others wait for.
+        # First what others wait for. An asynchronous call answers before it is asked: later there may be no thread of
+        # Python's free to do so.
+        self.answered = at_once
         for peer in direct.peers:
             if peer > direct.rank:
                 self._write(peer)
                 self._send_data(peer)
+            elif at_once:
+                self._write(peer)
         for peer in direct.peers:
             paper = direct.paper()
             self.received[peer] = (paper, self.pg.recv([paper], peer, self.letter_tag))
@@ -288,7 +300,7 @@ class _Post:
             letter, work = self.received[peer]
             work.wait()
             requests[peer] = string_at(letter.data_ptr(), Request.BYTES)
-            if peer < self.direct.rank:
+            if peer < self.direct.rank and not self.answered:
                 self._write(peer)
         try:
             return compare(self.pg, self.seq, self.request, requests)
@@ -337,7 +349,7 @@ class _Pieces:
         self.outputs = torch.split(part, length)
         self.mine = torch.split(mine, length)
         ahead = min(_PIECES_AHEAD, len(self.outputs))
-        self.scratch = torch.empty(ahead, direct.size - 1, length, dtype=part.dtype)
+        self.scratch = torch.empty(ahead, direct.size - 1, length, dtype=part.dtype, device="cpu")
         self.waiting = deque(self._receive(i) for i in range(ahead))
 
     def _receive(self, i: int) -> tuple[list[Tensor], list[tuple[int, Any]]]:

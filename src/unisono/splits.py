@@ -33,7 +33,7 @@ def check_whole_and_part(
     """
     try:
         plain = whole.is_contiguous() and part.is_contiguous() and whole.is_cpu and part.is_cpu
-        plain = plain and (ours is not None or group in _take_cpu)
+        plain = plain and (ours is not None or (group in _take_cpu and not (_is_odd(whole) or _is_odd(part))))
     except (AttributeError, RuntimeError):
         plain = False
     if not plain:
@@ -162,6 +162,11 @@ def check_exchange(
     return rows, rank
 
 
+def _is_odd(tensor: Tensor) -> bool:
+    """Not dense, or a view whose numbers are not those in memory."""
+    return tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg()
+
+
 def _check_memory(group: ProcessGroup | Group, whole: Tensor, part: Tensor, gather: bool) -> None:
     """Dense, contiguous, and on a device that the group's backend takes."""
     named = (("output", whole), ("input", part)) if gather else (("output", part), ("input", whole))
@@ -174,6 +179,10 @@ def _check_memory(group: ProcessGroup | Group, whole: Tensor, part: Tensor, gath
         if not tensor.is_contiguous():
             shape = f"shape {list(tensor.shape)} with strides {list(tensor.stride())}"
             raise RuntimeError(f"Tensors must be contiguous\n{_expected_got(f'a contiguous {name!r}', shape)}")
+        if _is_odd(tensor):
+            raise ValueError(
+                f"'{name}' is a lazily conjugated or negated view; call resolve_conj() or resolve_neg() first"
+            )
     if native(group) is not None:
         kinds = ["cpu"]
     else:

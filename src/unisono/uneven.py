@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup, ReduceOp
 
+from .composed_work import DrivenWork, JoinedWork
 from .compositions import composition_of
 from .group import Group, _reduce_op
 from .groups import GroupLike, face, find, native
@@ -151,7 +152,8 @@ def run_all_gather(
         handle = ours.all_gather(output, input, counts, async_op=async_op)
         return None if handle is None else work_of(group, handle, output)
     assert not isinstance(group, Group)
-    return composition_of(group, output.device).all_gather(_flat(output), _flat(input), counts, async_op)
+    composition = composition_of(group, output.device)
+    return _with(output, composition.all_gather(_flat(output), _flat(input), counts, async_op))
 
 
 def run_reduce_scatter(
@@ -170,7 +172,7 @@ def run_reduce_scatter(
     code, factor = _reduce_op(op, None)
     assert not isinstance(group, Group)
     composition = composition_of(group, output.device)
-    return composition.reduce_scatter(_flat(output), _flat(input), counts, code, factor, async_op)
+    return _with(output, composition.reduce_scatter(_flat(output), _flat(input), counts, code, factor, async_op))
 
 
 def run_all_to_all(
@@ -190,11 +192,19 @@ def run_all_to_all(
     assert not isinstance(group, Group)
     matrix = [n for row in rows for n in row]
     composition = composition_of(group, output.device)
-    return composition.all_to_all(_flat(output), _flat(input), output_counts, rows[rank], matrix, async_op)
+    work = composition.all_to_all(_flat(output), _flat(input), output_counts, rows[rank], matrix, async_op)
+    return _with(output, work)
 
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
+
+
+def _with(output: Tensor, work: Any) -> Any:
+    """The work of a composition, with the output in the caller's shape as its result."""
+    if isinstance(work, (DrivenWork, JoinedWork)):
+        work.output = output
+    return work
 
 
 def work_of(group: ProcessGroup | Group, handle: Handle, output: Tensor) -> Any:

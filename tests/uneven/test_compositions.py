@@ -1,5 +1,6 @@
 """Compositions for backends that are not installed here, on groups that stand for them; and gloo's use of memory."""
 
+import contextlib
 import sys
 import threading
 import types
@@ -11,7 +12,7 @@ import torch.distributed as dist
 import unisono
 from tests import reference
 from tests.uneven.cases import factor_of, splits_for, world
-from unisono import _core, compositions
+from unisono import _core, compositions, direct
 from unisono.compositions import Ascend, Lists, Rooted, composition_of
 
 OPS = ("sum", "avg", "product", "min", "max", "premul_sum")
@@ -199,7 +200,7 @@ class Peak:
 
 
 def leave_early(group, path):
-    """Rank 0 has left before the others look at what it sent, and nobody ever sends the letters asked for next."""
+    """Rank 0 has left before the others look at what it sent."""
     size, rank = group.size, group.rank
     dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
     splits = [3 + r for r in range(size)]
@@ -222,6 +223,97 @@ def leave_early(group, path):
 @pytest.mark.parametrize("size", [2, 3])
 def test_leaving_early_on_gloo(pool, size, tmp_path):
     assert pool.run(leave_early, str(tmp_path / "store")) == [True] * size
+
+
+@contextlib.contextmanager
+def short_letters():
+    """Everything that does not fit into 512 bytes goes beside the letters, in small pieces."""
+    small = {"_LETTERS_BYTES": 512, "_GATHER_BYTES": 512, "_LEAST_LETTER": 512, "_LEAST_SCRATCH": 512}
+    before = {name: getattr(direct, name) for name in small}
+    try:
+        for name, value in small.items():
+            setattr(direct, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(direct, name, value)
+
+
+def many_under_way(group, path):
+    """The last rank comes when the others have 300 calls under way, more than any small counter can tell apart."""
+    size, rank, wrong = group.size, group.rank, []
+    with short_letters(), world(group, "gloo", path):
+        count = 900  # some pieces each
+        parts, works = [], []
+        if rank == size - 1:
+            group.barrier()
+        for call in range(300):
+            part = torch.zeros(count)
+            whole = torch.full((count * size,), float(call * (rank + 1)))
+            works.append(unisono.reduce_scatter_tensor_uneven(part, whole, [count] * size, async_op=True))
+            parts.append(part)
+        if rank != size - 1:
+            group.barrier()
+        for call, (work, part) in enumerate(zip(works, parts, strict=True)):
+            work.wait()
+            if not torch.equal(part, torch.full((count,), float(call * sum(range(size + 1))))):
+                wrong.append(call)
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_many_calls_under_way_on_gloo(pool, size, tmp_path):
+    assert pool.run(many_under_way, str(tmp_path / "store")) == [[]] * size
+
+
+def disagree_and_go_on(group, path):
+    """What was given up when ranks disagreed is never met again, however many calls later."""
+    size, rank, errors = group.size, group.rank, 0
+    with short_letters(), world(group, "gloo", path):
+        even, odd = [900] * size, [901, *[900] * (size - 2), 899]
+        for call in range(300):
+            splits = odd if rank == 0 and call == 3 else even
+            whole, part = torch.zeros(sum(splits)), torch.full((splits[rank],), float(call))
+            try:
+                unisono.all_gather_into_tensor_uneven(whole, part, splits)
+                assert torch.equal(whole, torch.full_like(whole, float(call))), call
+            except unisono.MismatchError:
+                errors += 1
+    return errors
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_going_on_after_a_mismatch_on_gloo(pool, size, tmp_path):
+    assert pool.run(disagree_and_go_on, str(tmp_path / "store")) == [1] * size
+
+
+def on_gloo(group, path):
+    found = []
+    with world(group, "gloo", path):
+        part, whole = torch.full((1, 2), 1.0 + group.rank), torch.zeros(group.size, 2)
+        with torch.device("meta"):  # the tensors are not there, and neither may ours be
+            work = unisono.all_gather_into_tensor_uneven(whole, part, [1] * group.size, async_op=True)
+            work.wait()
+            unisono.reduce_scatter_tensor_uneven(*(torch.zeros(n, device="cpu") for n in (2_000_000, 4_000_000)))
+        found.append(whole.tolist())
+        found.append(work.result()[0] is whole and work.get_future().wait()[0] is whole)
+        conj, out = torch.ones(2, dtype=torch.complex64).conj(), torch.zeros(4, dtype=torch.complex64)
+        for call in (
+            lambda: unisono.all_gather_into_tensor_uneven(out, conj),
+            lambda: unisono.reduce_scatter_tensor_uneven(out[:1], conj),
+        ):
+            try:
+                call()
+            except ValueError as error:
+                found.append(str(error).splitlines()[0])
+    return found
+
+
+@pytest.mark.parametrize("size", [2])
+def test_what_gloo_would_not_notice(pool, size, tmp_path):
+    for whole, same, gathered, reduced in pool.run(on_gloo, str(tmp_path / "store")):
+        assert whole == [[1.0, 1.0], [2.0, 2.0]] and same
+        assert "lazily conjugated" in gathered and "lazily conjugated" in reduced
 
 
 def extra_memory(group, path):

@@ -27,6 +27,7 @@ KINDS = ("heap", "ordinary")
 EVEN = "even"  # the Group's methods on as many bytes in equal chunks, to see what skew costs
 ON_GLOO = "on_gloo"  # the uneven names on a gloo group: no kind of memory makes a difference there
 WAYS = ("group", "dist", "comm_func", "uneven", EVEN, ON_GLOO)
+OURS = (*KINDS, "fused", ON_GLOO)  # names in the table that are no rivals
 LIMIT = "limit"
 
 

@@ -6,7 +6,7 @@ import math
 from html import escape
 from typing import Any
 
-from .contenders import KINDS, LIMIT
+from .contenders import KINDS, LIMIT, OURS
 from .panels import COLOURS, LABELS, Line, Panel, caption, memory_ticks, panels_of, show_time, ticks_of
 from .ratios import short
 from .scaling import scaling_lines
@@ -175,9 +175,7 @@ def _cell(row: dict[str, Any], name: str) -> str:
         return f"<td class='lacking' title='{why}'>lacking</td>"
     look = ""
     if name in KINDS:
-        others = [
-            r["ratios"].get(name) for other, r in row["results"].items() if other in LABELS and other not in KINDS
-        ]
+        others = [r["ratios"].get(name) for other, r in row["results"].items() if other in LABELS and other not in OURS]
         if others and all(ratio and ratio["verdict"] == "slower" for ratio in others):
             look = "ahead"
     elif result["ratios"].get(KINDS[0], {}).get("verdict") == "faster":

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .apart.cases import OPS
-from .contenders import KINDS, LIMIT, ON_GLOO
+from .contenders import KINDS, LIMIT, ON_GLOO, OURS
 from .ratios import compare, short
 from .rows import free_bytes
 
@@ -152,7 +152,7 @@ def standing_lines(rows: list[dict[str, Any]]) -> list[str]:
     counts: dict[tuple[str, str], dict[str, list[str]]] = {}
     for row in rows:
         for name, result in row.get("results", {}).items():
-            if name.split()[-1] in KINDS or name in ("fused", ON_GLOO):
+            if name.split()[-1] in OURS:
                 continue
             for kind, ratio in result["ratios"].items():
                 cell = f"{title_of(row)}, {show_bytes(row['size_bytes'])}"
