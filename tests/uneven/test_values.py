@@ -6,8 +6,8 @@ from tests.reference import MOVABLE, REDUCTIONS
 from tests.uneven.cases import KINDS, Case, check, splits_for
 
 SIZES = [2, 3, 4]
-# Elements around which gloo's composition changes: a letter's room, one piece, several pieces.
-UNITS = (1, 3, 240, 5000, 21_472, 21_473, 32_736, 32_737, 70_001)
+# Rows of two, also around which gloo's reduce-scatter no longer fits into letters: on 4, 3 and 2 ranks.
+UNITS = (1, 3, 240, 5000, 21_472, 21_473, 32_736, 32_737, 65_504, 65_505)
 
 
 def gather_and_reduce(**facts):
