@@ -36,7 +36,7 @@ class Door {
     std::memcpy(&token, nonce.c_str(), sizeof token);
     Failure failure;
     GroupFacts facts{rank, size, group, id, nanoseconds(timeout_s)};
-    std::unique_ptr<Engine> engine;
+    std::shared_ptr<Engine> engine;
     {
       nb::gil_scoped_release release;
       engine = door_->join(heap_, facts, token, names, failure);
@@ -231,7 +231,7 @@ NB_MODULE(_core, m) {
       .def("close", &Communicator::close)
       .def("abort", &Communicator::abort)
       .def("make_block", &Communicator::make_block)
-      .def("drop_block", &Communicator::drop_block)
+      .def("drop_block", &Communicator::drop_block, "offset"_a, "rank"_a, "reason"_a.none())
       .def("split", &Communicator::split)
       .def("offset_of", &Communicator::offset_of)
       .def("peer_bytes", &Communicator::peer_bytes);

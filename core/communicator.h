@@ -15,14 +15,15 @@
 #include "finish.h"
 #include "join.h"
 #include "pending.h"
+#include "retire.h"
 #include "tensors.h"
 
 namespace unisono {
 
 class Communicator {
  public:
-  explicit Communicator(std::unique_ptr<Engine> engine)
-      : engine_(engine.release(), Engine::drop),
+  explicit Communicator(std::shared_ptr<Engine> engine)
+      : engine_(std::move(engine)),
         size_(engine_->group().size()),
         rank_(engine_->group().rank()),
         arguments_(rank_, size_) {}
@@ -261,12 +262,19 @@ class Communicator {
   uint64_t make_block(int size) {
     Failure failure;
     if (!group().usable(failure)) raise(failure, name(), rank_);
-    sweep_retired_blocks();
+    sweep_retired();
     std::byte* block = Group::make_block(group().heap(), size, failure);
     if (!block) raise(failure, name(), rank_);
     return static_cast<uint64_t>(block - group().heap().base());
   }
-  void drop_block(uint64_t offset) { group().heap().release(group().heap().base() + offset); }
+  // Takes such a block back. If peers may have heard of it, `reason` tells them that this rank will not come, and the
+  // memory goes with this group's.
+  void drop_block(uint64_t offset, int rank, nb::handle reason) {
+    std::byte* block = group().heap().base() + offset;
+    if (reason.is_none()) return Group::drop_block(group().heap(), block);
+    Group::refuse_block(block, rank, nb::cast<std::string>(reason));
+    group().drop_block_later(block);
+  }
   std::unique_ptr<Communicator> split(const std::vector<int>& members, const std::vector<size_t>& blocks, int rank,
                                       const std::string& child, uint64_t id, double timeout_s) {
     Failure failure;
@@ -285,7 +293,8 @@ class Communicator {
   // Where a heap tensor of this rank lies, and a tensor of bytes over another rank's heap.
   uint64_t offset_of(nb::handle tensor) {
     View v = view_tensor(tensor, "tensor");
-    if (!group().heap().holds(v.data)) throw nb::value_error("argument 'tensor' is not in this process's heap");
+    if (!group().heap().holds(v.data) || group().heap().is_detached(v.data, v.bytes()))
+      throw nb::value_error("argument 'tensor' is not in this process's shared memory");
     return static_cast<uint64_t>(v.data - group().heap().base());
   }
   nb::object peer_bytes(nb::handle who, uint64_t offset, uint64_t bytes) {
@@ -414,6 +423,8 @@ class Communicator {
     message->dtype = v.dtype;
     Call call;
     call.verb = sending ? Verb::send : Verb::recv;
+    call.tag = tag;
+    call.correspondent = peer;
     call.timeout_ns = call_timeout_ns(timeout_s);
     if (async) {
       auto ticket = std::make_shared<Ticket>();

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstring>
 
 #include "types.h"
@@ -49,9 +50,10 @@ struct Place {
 // others' are too long for their slots; then it is a hidden one.
 enum class Holder : uint8_t { place, inlined, slot, ring, kept };
 
-struct alignas(kLineBytes) Descriptor {
-  // First 64 bytes: all a small call needs.
-  Flag seq;
+// What a rank says about one call. Peers copy it once, check the copy and use the copy: a peer that breaks, or wants
+// to, can change the original at any time.
+struct Request {
+  // With the sequence number before it the first 64 bytes: all a small call needs.
   Verb verb;
   DType dtype;
   RedOp op;
@@ -69,6 +71,13 @@ struct alignas(kLineBytes) Descriptor {
   uint64_t turn;  // the byte of this rank's ring where its slot or its pieces begin
   uint64_t spare[2];
 };
+constexpr size_t kSmallRequestBytes = 56;
+static_assert(offsetof(Request, counts_hash) == kSmallRequestBytes && sizeof(Request) == kLineBytes - sizeof(Flag));
+
+struct alignas(kLineBytes) Descriptor {
+  Flag seq;
+  Request said;
+};
 static_assert(sizeof(Descriptor) == kLineBytes);
 
 struct TableEntry {
@@ -80,7 +89,8 @@ struct alignas(kLineBytes) FlagLine {
   Flag value;
 };
 
-enum class Phase : uint8_t { descriptor, exit, staged, reduced, copied, note, count_ };
+// `exit`: done with a call's data. `withdrawn`: out of a call that failed; this rank will not write for it any more.
+enum class Phase : uint8_t { descriptor, exit, staged, reduced, copied, note, withdrawn, count_ };
 
 struct alignas(kLineBytes) AbortLine {
   Flag code;  // 0: alive; otherwise Code, written once after the text
@@ -90,17 +100,48 @@ struct alignas(kLineBytes) AbortLine {
 };
 static_assert(sizeof(AbortLine) == 2 * kLineBytes);
 
+// Says whether a rank is still in a group: a line of its heap that outlives the group's block, since peers look at it
+// until they have left themselves. It is used again for the next group; whoever finds another `use` than it knows
+// learns from that alone that the rank has left.
+struct alignas(kLineBytes) Membership {
+  Flag use;   // counts the groups that have had this line
+  Flag left;  // equal to `use` once the rank has left; pairs with Group::state_of
+  char reason[kLineBytes - 2 * sizeof(Flag)];
+};
+static_assert(sizeof(Membership) == kLineBytes);
+
+// What a thread of this process waits for, in any of its groups, so that a peer whose time runs out can say it. A few
+// lines in the heap's first page; `stamp` is even and not 0 while there is something to read.
+struct Waiting {
+  int64_t since_ns;
+  uint64_t seq;
+  int64_t tag;   // of a message
+  int32_t peer;  // of a message; -1: anyone, or a collective
+  Verb verb;
+  char group[83];
+};
+struct alignas(kLineBytes) Activity {
+  Flag stamp;
+  Waiting what;
+};
+static_assert(sizeof(Activity) == kLineBytes);
+constexpr size_t kActivities = 16;
+constexpr size_t kActivitiesAt = 1024;  // in the heap's first page
+
 // Point-to-point: for every ordered pair (sender, receiver) a ring of letters in the sender's block and a ring of
 // replies in the receiver's. Letter i lives in entry i % depth until reply i says done.
-struct alignas(kLineBytes) Letter {
-  Flag posted;  // i + 1 once the letter may be read
-  Flag filled;  // staged letters: bytes put into the ring so far
+struct LetterHead {  // copied once by the receiver
   int64_t tag;
   uint64_t bytes;
   uint64_t seq;  // the sender's number of this send, for messages
   Place place;   // the tensor itself, or the staging ring of this letter
   DType dtype;
   uint8_t kind;  // LetterKind
+};
+struct alignas(kLineBytes) Letter {
+  Flag posted;  // i + 1 once the letter may be read
+  Flag filled;  // staged letters: bytes put into the ring so far
+  LetterHead head;
   std::byte payload[72];
 };
 static_assert(sizeof(Letter) == kLineBytes);
@@ -144,6 +185,9 @@ class Block {
   std::atomic<uint32_t>& asleep() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[0]; }
   std::atomic<uint32_t>& processor() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[1]; }  // + 1; 0: unknown
   std::atomic<uint64_t>& ring_offset() const { return at<std::atomic<uint64_t>>(4 * kLineBytes)[1]; }  // in the heap
+  // Where this rank's membership is, and which of its users this group is: written when the block is made.
+  uint64_t& membership_offset() const { return at<uint64_t>(4 * kLineBytes)[2]; }
+  uint64_t& membership_use() const { return at<uint64_t>(4 * kLineBytes)[3]; }
   Flag& flag(Phase phase) const {  // all but descriptor
     return at<FlagLine>(5 * kLineBytes)[static_cast<size_t>(phase)].value;
   }

@@ -16,7 +16,6 @@ namespace unisono {
 namespace {
 
 constexpr size_t kLeastCut = 64 << 10;  // smaller leftovers are not worth another rank's attention
-constexpr size_t kBlock = 4 << 20;      // between two looks at the group's health
 constexpr size_t kTile = 32 << 10;      // stays in the second-level cache between two uses
 
 }  // namespace
@@ -46,13 +45,13 @@ std::byte* Mover::segment_target(int from, int to) const {
 // Where a segment begins and ends, in words all ranks share; nothing if only its own rank can see it. What is held in a
 // line or slot is visible to all.
 Place Mover::source_place(int from, int to) const {
-  const Descriptor& d = descriptor(from);
+  const Request& d = descriptor(from);
   if (held(from)) return Place{1};
   return d.has_table && entry(from, to).in_count ? entry(from, to).in : d.in;
 }
 
 Place Mover::target_place(int from, int to) const {
-  const Descriptor& d = descriptor(to);
+  const Request& d = descriptor(to);
   return d.has_table && entry(to, from).out_count ? entry(to, from).out : d.out;
 }
 
@@ -67,14 +66,12 @@ Code Mover::copy_buffered() {
   return Code::ok;
 }
 
-Code Mover::copy_block(std::byte* to, const std::byte* from, size_t n, bool stream, size_t& since) {
+Code Mover::copy_block(std::byte* to, const std::byte* from, size_t n, bool stream) {
   if (to == from) return Code::ok;
-  for (size_t done = 0; done < n; done += kBlock) {
-    size_t part = std::min(kBlock, n - done);
+  for (size_t done = 0; done < n; done += kWorkBlock) {
+    size_t part = std::min(kWorkBlock, n - done);
+    if (Code code = look(part); code != Code::ok) return code;
     stream ? copy_stream(to + done, from + done, part) : copy_bytes(to + done, from + done, part);
-    since += part;
-    if (since >= 4 * kBlock)
-      if (Code code = pause(since); code != Code::ok) return code;
   }
   return Code::ok;
 }
@@ -96,7 +93,7 @@ Code Mover::copy_to_all(bool& done) {
   const size_t hi = me_ + 1 == size_ ? total : total / 64 * static_cast<size_t>(me_ + 1) / ranks * 64;
   std::vector<std::byte*> targets(ranks);
   std::vector<void*> into(ranks);
-  size_t begin = 0, since = 0;
+  size_t begin = 0;
   for (int from = 0; from < size_; from++) {
     size_t n = bytes(segment(from, me_));
     size_t a = std::max(lo, begin), b = std::min(hi, begin + n);
@@ -108,13 +105,11 @@ Code Mover::copy_to_all(bool& done) {
         sound = sound && targets[static_cast<size_t>(to)];
       }
       if (!sound) return g_.break_with(c_, Code::system, "a rank published an impossible place", {from});
-      for (size_t at = a - begin; at < b - begin; at += kBlock) {
-        size_t part = std::min(kBlock, b - begin - at);
+      for (size_t at = a - begin; at < b - begin; at += kWorkBlock) {
+        size_t part = std::min(kWorkBlock, b - begin - at);
+        if (Code code = look(part * ranks); code != Code::ok) return code;
         for (size_t to = 0; to < ranks; to++) into[to] = targets[to] + at;
         copy_stream_to_all(into.data(), ranks, source + at, part);
-        since += part * ranks;
-        if (since >= 8 * kBlock)
-          if (Code code = pause(since); code != Code::ok) return code;
       }
     }
     begin += n;
@@ -136,7 +131,7 @@ Code Mover::copy_shared() {
   std::vector<size_t> load(static_cast<size_t>(size_));
   std::vector<size_t> staged(static_cast<size_t>(size_));  // bytes of each rank's stream through its stage
   auto at = [](std::vector<size_t>& v, int r) -> size_t& { return v[static_cast<size_t>(r)]; };
-  size_t since = 0, total = 0, mine = 0;
+  size_t total = 0, mine = 0;
   const bool same_for_all = c_.verb == Verb::broadcast || c_.verb == Verb::all_gather || c_.verb == Verb::gather;
 
   for (int to = 0; to < size_; to++)
@@ -200,14 +195,14 @@ Code Mover::copy_shared() {
         const std::byte* source = segment_source(r, me_);
         if (!source)
           return g_.break_with(c_, Code::system, "rank " + std::to_string(r) + " published an impossible place", {r});
-        if (Code code = copy_block(segment_target(r, me_), source, n, stream, since); code != Code::ok) return code;
+        if (Code code = copy_block(segment_target(r, me_), source, n, stream); code != Code::ok) return code;
       }
     }
     if (size_t n = bytes(segment(me_, r)); n && r != me_ && !source_place(me_, r) && target_place(me_, r)) {
       std::byte* target = segment_target(me_, r);
       if (!target)
         return g_.break_with(c_, Code::system, "rank " + std::to_string(r) + " published an impossible place", {r});
-      if (Code code = copy_block(target, segment_source(me_, r), n, stream, since); code != Code::ok) return code;
+      if (Code code = copy_block(target, segment_source(me_, r), n, stream); code != Code::ok) return code;
     }
   }
   for (const Job& job : jobs) {
@@ -218,7 +213,7 @@ Code Mover::copy_shared() {
           c_, Code::system,
           "ranks " + std::to_string(job.from) + " and " + std::to_string(job.to) + " published an impossible place",
           {job.from, job.to});
-    if (Code code = copy_block(target + job.offset, source + job.offset, job.bytes, stream, since); code != Code::ok)
+    if (Code code = copy_block(target + job.offset, source + job.offset, job.bytes, stream); code != Code::ok)
       return code;
   }
   if (std::any_of(staged.begin(), staged.end(), [](size_t n) { return n > 0; }))
@@ -249,7 +244,6 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
     return from != to && segment(from, to) && !source_place(from, to) && !target_place(from, to);
   };
   auto ring = [&](int r, uint64_t p) { return stage(static_cast<size_t>(r)).stream(p); };
-  size_t since = 0;
 
   // Where in `from`'s stream the segment for `to` begins.
   auto stream_begin = [&](int from, int to) {
@@ -286,7 +280,7 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
         }
         c_.worked_ns += now_ns() - began;
         g_.staged_bytes_.fetch_add(hi - lo, std::memory_order_relaxed);
-        since += hi - lo;
+        since_ += hi - lo;
       }
       g_.publish(g_.mine_.flag(Phase::staged), base + step + 1);
     }
@@ -307,11 +301,10 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
       int64_t began = now_ns();
       stream ? copy_stream(target, source, b - a) : copy_bytes(target, source, b - a);
       c_.worked_ns += now_ns() - began;
-      since += b - a;
+      since_ += b - a;
     }
     g_.publish(g_.mine_.flag(Phase::copied), base + p + 1);
-    if (since >= 4 * kBlock)
-      if (Code code = pause(since); code != Code::ok) return code;
+    if (Code code = look(0); code != Code::ok) return code;
   }
   end_stages(pieces);
   return Code::ok;

@@ -8,22 +8,14 @@
 #include <algorithm>
 #include <system_error>
 
+#include "retire.h"
 #include "wait.h"
 
 namespace unisono {
 namespace {
 
-// A closed group's block stays until every peer has left too: a slower one may still read its last slot.
-std::mutex retired_mutex;
-std::vector<std::unique_ptr<Group>>& retired = *new std::vector<std::unique_ptr<Group>>;  // never destroyed
-
-bool peers_are_done(Group& g) {
-  for (int r = 0; r < g.size(); r++)
-    if (r != g.rank() && g.peer(r).link && g.peer(r).link->look(g.facts().id) == Link::State::alive) return false;
-  return true;
-}
-
-constexpr int64_t kFlush = 1'000'000'000;  // how long a closing rank waits for receivers of its short sends
+constexpr int64_t kFlush = 1'000'000'000;            // how long a closing rank waits for receivers of its short sends
+constexpr std::chrono::milliseconds kFarewell{500};  // and for its own threads
 
 void nap() {  // between two looks at messages that nobody waits for
   timespec some{0, 50'000};
@@ -36,37 +28,27 @@ thread_local Engine* serving = nullptr;  // the engine whose post this thread ha
 
 }  // namespace
 
-void sweep_retired_blocks() {
-  std::vector<std::unique_ptr<Group>> over;
-  {
-    std::lock_guard lock(retired_mutex);
-    for (auto& group : retired)
-      if (peers_are_done(*group)) over.push_back(std::move(group));
-    std::erase(retired, nullptr);
-  }
-  for (auto& group : over) group->release_block();
-}
-
 Engine::Engine(std::unique_ptr<Group> group) : group_(std::move(group)), post_(std::make_unique<Post>(*group_)) {
   group_->meanwhile = [this] {
     if (post_->pending()) post_->advance();
   };
 }
 
-Engine::~Engine() {
-  close("the group was dropped");
-  post_.reset();
-  if (peers_are_done(*group_)) {
-    group_->release_block();
-  } else {
-    std::lock_guard lock(retired_mutex);
-    retired.push_back(std::move(group_));
-  }
+std::shared_ptr<Engine> Engine::open(std::unique_ptr<Group> group) {
+  // Two counts: the inner one, shared with the threads, keeps the engine in memory; the outer one is the users'.
+  std::shared_ptr<Engine> inner(new Engine(std::move(group)));
+  return std::shared_ptr<Engine>(inner.get(), [inner](Engine* engine) mutable {
+    // In a forked child its threads are not here, and its locks and conditions may be in use.
+    if (engine->generation_ != fork_generation())
+      new std::shared_ptr<Engine>(std::move(inner));
+    else
+      engine->close("the group was dropped");
+  });
 }
 
-void Engine::drop(Engine* engine) {
-  // In a forked child nothing of it may be touched: its thread is not here, its locks and conditions may be in use.
-  if (engine->generation_ == fork_generation()) delete engine;
+Engine::~Engine() {
+  post_.reset();
+  retire(std::move(group_));
 }
 
 Code Engine::run(Call& call) {
@@ -114,31 +96,42 @@ void Engine::submit(std::shared_ptr<Ticket> ticket) {
     return;
   }
   if (ticket->message) {
-    in_flight_.fetch_add(1, std::memory_order_relaxed);
     post_->add(ticket->message);
     if (post_->owed()) deliver();
-    if (ticket->message->finished.load(std::memory_order_acquire)) return end_message(*ticket);
   }
+  bool refused = false;
   {
     std::lock_guard lock(queue_mutex_);
+    refused = closed_;
+    if (!refused) {
+      if (ticket->message) {
+        in_flight_.fetch_add(1, std::memory_order_relaxed);
+        messages_.push_back(ticket);
+      } else {
+        queue_.push_back(ticket);
+        queued_.store(queue_.size(), std::memory_order_release);
+      }
+      man_post();
+    }
+  }
+  if (refused) {
+    // Nobody else knows the ticket, so nobody else writes to it.
+    group_->usable(cause);
     if (ticket->message) {
-      messages_.push_back(ticket);
-    } else if (!closed_) {
-      queue_.push_back(ticket);
-      queued_.store(queue_.size(), std::memory_order_release);
+      post_->fail_all(cause);
+      return end_message(*ticket);
     }
-    man_post();
+    ticket->call.failure = cause;
+    return finish(*ticket, cause.code);
   }
-  if (!group_->usable(cause)) {
-    // Closed or broken meanwhile, perhaps after the last look at what is pending.
-    post_->fail_all(cause);
-    end_pending();
-    if (!ticket->message && closed_) {
-      ticket->call.failure = cause;
-      if (!ticket->done.load(std::memory_order_acquire)) finish(*ticket, cause.code);
-    }
-  }
+  if (ticket->message && ticket->message->finished.load(std::memory_order_acquire)) return end_messages();
   work_.notify_one();
+}
+
+bool Engine::unmanned() {
+  std::lock_guard lock(queue_mutex_);
+  man_post();
+  return !manned_ && !closed_;
 }
 
 // Without a thread (a limit of the system), whoever waits does the work.
@@ -160,7 +153,7 @@ void Engine::man_post() {
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);  // signals belong to Python's main thread
   try {
-    threads_.emplace_back([this] { progress(); });
+    threads_.emplace_back([self = shared_from_this()] { self->progress(); });
     pthread_setname_np(threads_.back().native_handle(), "unisono");
     manned_ = true;
   } catch (const std::system_error&) {
@@ -248,8 +241,12 @@ bool Engine::wait(Ticket& ticket, int64_t timeout_ns, bool may_interrupt, bool& 
   while (!ticket.done.load(std::memory_order_acquire)) {
     if (ticket.message) {
       post_->advance();
-      if (ticket.message->finished.load(std::memory_order_acquire)) end_pending();
-    } else if (timeout_ns == 0 && run_head(may_interrupt)) {
+      if (ticket.message->finished.load(std::memory_order_acquire))
+        end_messages();
+      else if (now_ns() - begin > 200'000 && unmanned())
+        tend_messages();
+    } else if ((timeout_ns == 0 || unmanned()) && run_head(may_interrupt)) {
+      // With a limit the work is left to the progress thread, unless there is none.
       continue;
     }
     int64_t now = now_ns();
@@ -275,9 +272,8 @@ bool Engine::wait(Ticket& ticket, int64_t timeout_ns, bool may_interrupt, bool& 
   return true;
 }
 
-void Engine::end_pending() {
-  // Messages: finished ones, or all of them once the group is of no use. One at a time, so that another thread can end
-  // the rest while this one is in a callback.
+void Engine::end_messages() {
+  // One at a time, so that another thread can end the rest while this one is in a callback.
   for (;;) {
     std::shared_ptr<Ticket> over;
     {
@@ -288,13 +284,13 @@ void Engine::end_pending() {
       if (found == messages_.end()) return;
       over = std::move(*found);
       messages_.erase(found);
+      in_flight_.fetch_sub(1, std::memory_order_relaxed);
     }
     end_message(*over);
   }
 }
 
 void Engine::end_message(Ticket& ticket) {
-  in_flight_.fetch_sub(1, std::memory_order_relaxed);
   ticket.call.failure = ticket.message->failure;
   ticket.call.failure.verb = ticket.call.verb;
   ticket.call.failure.seq = ticket.message->seq;
@@ -306,10 +302,7 @@ bool Engine::take_post() {
   spare_++;
   needed_.wait_for(lock, kSpareLife, [&] { return stop_.load() || openings_; });
   spare_--;
-  if (!openings_) {
-    finished_.push_back(std::this_thread::get_id());
-    return false;
-  }
+  if (!openings_) return false;
   openings_--;
   serving = this;
   return true;
@@ -317,10 +310,14 @@ bool Engine::take_post() {
 
 void Engine::progress() {
   serving = this;  // a new thread begins with the post
-  do {
-    while (serving == this)
-      if (!progress_once()) return;
-  } while (take_post());
+  bool more = true;
+  while (more) {
+    while (more && serving == this) more = progress_once();
+    more = more && take_post();
+  }
+  std::lock_guard lock(queue_mutex_);
+  finished_.push_back(std::this_thread::get_id());
+  changed_.notify_all();
 }
 
 bool Engine::progress_once() {
@@ -338,66 +335,83 @@ bool Engine::progress_once() {
       changed_.wait_for(lock, std::chrono::milliseconds(1));
     }
   }
-  if (messages && serving == this) {
-    Call watcher;  // deadline and failure of the messages nobody waits for
-    watcher.verb = Verb::recv;
-    size_t before = in_flight_.load(std::memory_order_relaxed);
-    post_->advance();
-    end_pending();
-    if (in_flight_.load(std::memory_order_relaxed) == before) {
-      std::vector<std::shared_ptr<Ticket>> pending;
-      {
-        std::lock_guard lock(queue_mutex_);
-        pending = messages_;
-      }
-      watcher.seq = group_->seq();
-      int64_t limit = INT64_MAX;
-      for (auto& t : pending) {
-        int64_t& deadline = t->call.deadline_ns;
-        if (deadline == 0) deadline = now_ns() + (t->call.timeout_ns ? t->call.timeout_ns : group_->facts().timeout_ns);
-        if (deadline < limit) {
-          limit = deadline;
-          watcher.timeout_ns = t->call.timeout_ns;
-          watcher.verb = t->call.verb;
-        }
-      }
-      watcher.deadline_ns = limit;
-      auto owes = [&](int r) {
-        return std::any_of(pending.begin(), pending.end(), [&](const auto& t) {
-          return !t->message->finished.load(std::memory_order_acquire) &&
-                 (t->message->peer < 0 || t->message->peer == r);
-        });
-      };
-      int64_t until = now_ns() + 10'000'000;
-      Code code = group_->await_until(
-          watcher,
-          [&] {
-            // Whoever waits for a message moves it; this thread is for those nobody waits for, and keeps out of the
-            // way.
-            nap();
-            post_->advance();
-            return now_ns() > until || queued_.load() || (pending.empty() && post_->owed() == 0) ||
-                   std::any_of(pending.begin(), pending.end(),
-                               [](const auto& t) { return t->message->finished.load(std::memory_order_acquire); });
-          },
-          owes);
-      if (code == Code::ok && now_ns() > until) code = group_->health(watcher, owes);
-      if (code != Code::ok) post_->fail_all(watcher.failure);
-      end_pending();
-    }
-  }
+  if (messages && serving == this) tend_messages();
   return true;
+}
+
+void Engine::tend_messages() {
+  size_t before = in_flight_.load(std::memory_order_relaxed);
+  post_->advance();
+  end_messages();
+  if (in_flight_.load(std::memory_order_relaxed) != before) return;
+  std::vector<std::shared_ptr<Ticket>> pending;
+  {
+    std::lock_guard lock(queue_mutex_);
+    pending = messages_;
+  }
+  Call watcher;  // deadline and failure of the messages nobody waits for
+  watcher.verb = Verb::recv;
+  watcher.seq = group_->seq();
+  int64_t limit = INT64_MAX;
+  for (auto& t : pending) {
+    const int64_t deadline = t->submitted_ns + (t->call.timeout_ns ? t->call.timeout_ns : group_->facts().timeout_ns);
+    if (deadline >= limit) continue;
+    limit = deadline;
+    watcher.timeout_ns = t->call.timeout_ns;
+    watcher.verb = t->call.verb;
+    watcher.tag = t->call.tag;
+    watcher.correspondent = t->call.correspondent;
+  }
+  watcher.deadline_ns = limit;
+  auto owes = [&](int r) {
+    return std::any_of(pending.begin(), pending.end(), [&](const auto& t) {
+      return !t->message->finished.load(std::memory_order_acquire) && (t->message->peer < 0 || t->message->peer == r);
+    });
+  };
+  int64_t until = now_ns() + 10'000'000;
+  Code code = group_->await_until(
+      watcher,
+      [&] {
+        // Whoever waits for a message moves it; this thread is for those nobody waits for, and keeps out of the way.
+        nap();
+        post_->advance();
+        return now_ns() > until || queued_.load() || (pending.empty() && post_->owed() == 0) ||
+               std::any_of(pending.begin(), pending.end(),
+                           [](const auto& t) { return t->message->finished.load(std::memory_order_acquire); });
+      },
+      owes);
+  if (code == Code::ok && now_ns() > until) code = group_->health(watcher, owes);
+  if (code != Code::ok) post_->fail_all(watcher.failure);
+  end_messages();
+}
+
+// Callers count on short sends from the moment those return.
+void Engine::flush() {
+  for (int64_t until = now_ns() + kFlush; post_->owed() && now_ns() < until && !group_->stopped(); nap())
+    post_->advance();
+}
+
+// A thread that is in a callback may stay there for long, and may be this one: it is left alone, and holds the engine.
+void Engine::await_threads() {
+  std::unique_lock lock(queue_mutex_);
+  auto is_over = [&](const std::thread& t) {
+    return std::find(finished_.begin(), finished_.end(), t.get_id()) != finished_.end();
+  };
+  changed_.wait_for(lock, kFarewell, [&] {
+    return std::all_of(threads_.begin(), threads_.end(),
+                       [&](const std::thread& t) { return is_over(t) || t.get_id() == std::this_thread::get_id(); });
+  });
+  std::vector<std::thread> threads = std::move(threads_);
+  threads_.clear();
+  std::vector<bool> over;
+  for (std::thread& t : threads) over.push_back(is_over(t));
+  lock.unlock();
+  for (size_t i = 0; i < threads.size(); i++) over[i] ? threads[i].join() : threads[i].detach();
 }
 
 void Engine::close(const std::string& reason, int64_t linger_ns) {
   if (generation_ != fork_generation()) return;  // the parent's, and its locks may be held by threads that are not here
-  // Callers count on short sends from the moment those return.
-  size_t owed = post_->owed();
-  for (int64_t until = now_ns() + kFlush; owed && now_ns() < until && !group_->stopped(); nap()) {
-    post_->advance();
-    if (post_->owed() < owed) until = now_ns() + kFlush;  // somebody takes them
-    owed = post_->owed();
-  }
+  flush();
   group_->close(reason);
   {
     std::lock_guard lock(queue_mutex_);
@@ -411,22 +425,18 @@ void Engine::close(const std::string& reason, int64_t linger_ns) {
   Failure cause;
   group_->usable(cause);
   post_->fail_all(cause);
-  for (auto& thread : threads_) {  // none is added once closed
-    // A callback of a progress thread may be what closes the group.
-    if (thread.get_id() == std::this_thread::get_id())
-      thread.detach();
-    else
-      thread.join();
-  }
+  end_messages();
   while (run_head(false)) {  // each ends with the cause above
   }
-  end_pending();
+  await_threads();
+  while (run_head(false)) {  // what a thread held that is in a callback now
+  }
   // Peers usually close at the same time; then the block can go at once.
-  for (int64_t until = now_ns() + linger_ns; now_ns() < until && !peers_are_done(*group_);) {
+  for (int64_t until = now_ns() + linger_ns; now_ns() < until && !group_->all_left();) {
     timespec nap{0, 1'000'000};
     nanosleep(&nap, nullptr);
   }
-  sweep_retired_blocks();
+  sweep_retired();
 }
 
 }  // namespace unisono

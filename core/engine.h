@@ -4,6 +4,8 @@
 // One total order per group: the queue. `run_mutex` of the group is held by whoever executes its head. Messages
 // (post.h) stand outside of that order. Tickets are finished with no lock held, so a callback may call again, and may
 // wait for what it called by any means: while the progress thread is in a callback, another one takes its post.
+// A callback may also drop the last reference to the group, or run for ever: every thread holds the engine for as long
+// as it works in it, and closing waits for threads only so long.
 #pragma once
 
 #include <atomic>
@@ -21,15 +23,16 @@ struct Ticket {
   std::vector<Part> in_parts, out_parts;  // what call.in_parts and call.out_parts point to
   std::shared_ptr<Message> message;       // point-to-point instead of a collective
   std::function<void()> on_done;          // called once, by the thread that finished it
-  Code code = Code::ok;                   // valid when done
+  int64_t submitted_ns = now_ns();
+  Code code = Code::ok;  // valid when done
   std::atomic<bool> done{false};
 };
 
-class Engine {
+class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  explicit Engine(std::unique_ptr<Group> group);
+  // The engine closes when its last user lets go of the result. In a forked child nothing of it is touched.
+  static std::shared_ptr<Engine> open(std::unique_ptr<Group> group);
   ~Engine();
-  static void drop(Engine* engine);  // how to delete one that may have come through a fork
 
   Group& group() { return *group_; }
 
@@ -42,24 +45,30 @@ class Engine {
   void when_done(Ticket& ticket, std::function<void()> callback);
 
   // Leave the group: tells the peers, ends what is pending, stops the progress thread, then waits up to `linger_ns`
-  // for the peers to leave too, so that shared memory can be given back at once.
+  // for the peers to leave too, so that shared memory can be given back at once. Takes less than 2 s, whatever
+  // receivers and callbacks do: short sends that nobody takes in that time are lost.
   void close(const std::string& reason, int64_t linger_ns = 0);
 
  private:
+  explicit Engine(std::unique_ptr<Group> group);
   // The post: one progress thread at a time works through the queue. `manned_` and `openings_` are guarded by
   // queue_mutex_.
   void deliver();
   void man_post();       // under queue_mutex_: sees to it that a thread has the post
   bool take_post();      // waits a while for an opening; false: there is none, the thread ends
+  bool unmanned();       // whether there is no thread, and none can be made
   bool progress_once();  // false: nothing is left to do and the group is closed
+  void tend_messages();  // moves them on for some milliseconds, and sees to their deadlines and peers
   void progress();
   bool run_head(bool may_interrupt);  // false: nothing to run now. Takes run_mutex if it is free, and gives it back
                                       // before on_done.
   void finish(Ticket& ticket, Code code);
   static void mark_done(Ticket& ticket, Code code);
   void announce(Ticket& ticket);
-  void end_pending();
+  void end_messages();  // those that are over
   void end_message(Ticket& ticket);
+  void flush();
+  void await_threads();
 
   std::unique_ptr<Group> group_;
   std::unique_ptr<Post> post_;
@@ -72,15 +81,12 @@ class Engine {
   std::atomic<size_t> in_flight_{0};  // messages nobody may be waiting for
   std::atomic<bool> stop_{false};
   std::vector<std::thread> threads_;
-  std::vector<std::thread::id> finished_;  // those of threads_ that have ended, to be joined
+  std::vector<std::thread::id> finished_;  // those of threads_ that have done all their work, to be joined
   bool manned_ = false;                    // a thread has the post, or is on its way there
   size_t openings_ = 0, spare_ = 0;        // posts offered to spare threads, and spare threads that wait for one
   std::condition_variable needed_;         // openings_ or stop_ changed
   bool closed_ = false;
   int generation_ = fork_generation();
 };
-
-// Gives back control blocks of closed groups once no peer can be reading them any more.
-void sweep_retired_blocks();
 
 }  // namespace unisono

@@ -15,8 +15,7 @@
 namespace unisono {
 namespace {
 
-constexpr size_t kBlock = 1 << 20;  // elements between two looks at the group's health
-constexpr size_t kGrain = 32;       // elements of a share's border: cache lines of the narrowest output
+constexpr size_t kGrain = 32;  // elements of a share's border: cache lines of the narrowest output
 
 }  // namespace
 
@@ -92,11 +91,12 @@ Code Mover::finish_shared() {
   const size_t first = border(static_cast<size_t>(me_)), last = border(static_cast<size_t>(me_) + 1);
   std::vector<const void*> src(ranks);
   std::vector<void*> dst;
-  size_t since = 0;
+  const size_t block = kWorkBlock / element_;
   for (const Share& s : all) {
     const size_t lo = std::max(first, s.element), hi = std::min(last, s.element + s.count);
-    for (size_t at = lo; at < hi; at += kBlock) {
-      const size_t n = std::min(kBlock, hi - at), place = (s.out + at - s.element) * out_bytes;
+    for (size_t at = lo; at < hi; at += block) {
+      if (Code code = look(bytes(std::min(block, hi - at)) * ranks); code != Code::ok) return code;
+      const size_t n = std::min(block, hi - at), place = (s.out + at - s.element) * out_bytes;
       for (size_t r = 0; r < ranks; r++) src[r] = in[r] + bytes(at);
       dst.clear();
       for (size_t r = 0; r < ranks; r++)
@@ -104,9 +104,6 @@ Code Mover::finish_shared() {
       const std::byte* extra = residual[static_cast<size_t>(s.dest == -1 ? me_ : s.dest)];
       reduce_and_finish({c_.finish->out, c_.op, n, src.data(), ranks, dst.data(), dst.size(), c_.finish->scale,
                          extra ? extra + place : nullptr});
-      since += bytes(n) * ranks;
-      if (since >= (32 << 20))
-        if (Code code = pause(since); code != Code::ok) return code;
     }
   }
   return leave();

@@ -1,6 +1,8 @@
 // See group.h: the life of a group, and the steps of a call that do not depend on the verb.
 #include "group.h"
 
+#include <linux/membarrier.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -33,6 +35,11 @@ uint64_t hash_counts(const Part* parts, int size) {
   return h;
 }
 
+// Where each rank's number of elements is its own affair.
+bool counts_differ(Verb verb) {
+  return verb == Verb::all_to_all || verb == Verb::gather || verb == Verb::scatter;
+}
+
 bool gives_input(const Call& call, int rank) {
   switch (call.verb) {
     case Verb::barrier:
@@ -45,12 +52,37 @@ bool gives_input(const Call& call, int rank) {
   }
 }
 
-// The bytes of the descriptor that must be equal on all ranks: verb, dtype, op and root.
+// The bytes of a request that must be equal on all ranks: verb, dtype, op and root.
 constexpr uint64_t kKeyMask = 0xffff000000ffffff;
-uint64_t key_of(const Descriptor& d) {
+static_assert(offsetof(Request, verb) == 0 && offsetof(Request, dtype) == 1 && offsetof(Request, op) == 2 &&
+              offsetof(Request, root) == 6);
+uint64_t key_of(const Request& d) {
   uint64_t key;
   std::memcpy(&key, &d.verb, sizeof key);
   return key & kKeyMask;
+}
+
+// Counts beyond any memory, so that sums over all ranks cannot wrap.
+constexpr uint64_t kMostElements = uint64_t{1} << 48;
+
+// How long a rank that failed waits for peers inside the same call to see it and get out.
+constexpr int64_t kWithdrawFor = 20'000'000;
+
+// Copies shared memory that somebody may be changing; the compiler may not look at the original again.
+void copy_once(void* to, const void* from, size_t bytes) {
+  std::memcpy(to, from, bytes);
+  asm volatile("" ::: "memory");
+}
+
+// Every thread of every process that has made a group sees what this one wrote before; the fast path needs no fence.
+void fence_everybody() {
+  if (syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0, 0) != 0) usleep(1000);  // write buffers drain in less
+}
+
+Membership* membership_of(const Block& block, std::byte* heap_base, size_t capacity) {
+  const uint64_t offset = block.membership_offset();
+  if (offset == 0 || offset % kLineBytes || offset > capacity - sizeof(Membership)) return nullptr;
+  return reinterpret_cast<Membership*>(heap_base + offset);
 }
 
 }  // namespace
@@ -60,7 +92,14 @@ Group::Group(GroupFacts facts, std::shared_ptr<Heap> heap, std::vector<Peer> pee
       heap_(std::move(heap)),
       peers_(std::move(peers)),
       mine_(peers_[static_cast<size_t>(facts_.rank)].block),
-      generation_(fork_generation()) {}
+      generation_(fork_generation()),
+      requests_(peers_.size()),
+      tables_(peers_.size() * peers_.size()),
+      rings_(peers_.size()) {
+  syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0, 0);  // for withdraw, in a peer
+  for (const Peer& p : peers_)
+    members_.push_back({membership_of(p.block, p.heap_base, p.heap_capacity), p.block.membership_use()});
+}
 
 Group::~Group() {
   if (generation_ != fork_generation()) return;
@@ -73,19 +112,67 @@ std::byte* Group::make_block(Heap& heap, int size, Failure& failure) {
   Block block(base, size);
   // Slots and stages need no initial value; everything before them starts at zero.
   std::memset(static_cast<void*>(base), 0, static_cast<size_t>(block.slot(0) - base));
+  auto* line = reinterpret_cast<Membership*>(heap.take_line(failure));
+  if (!line) {
+    heap.release(base);
+    return nullptr;
+  }
+  block.membership_offset() = static_cast<uint64_t>(reinterpret_cast<std::byte*>(line) - heap.base());
+  block.membership_use() = line->use.load(std::memory_order_relaxed) + 1;
+  line->use.store(block.membership_use(), std::memory_order_release);
   return base;
+}
+
+void Group::drop_block(Heap& heap, std::byte* base) {
+  Membership* line = membership_of(Block(base, 1), heap.base(), heap.capacity());
+  line->use.store(Block(base, 1).membership_use() + 1, std::memory_order_release);  // whoever still looks: it is over
+  heap.give_line(reinterpret_cast<std::byte*>(line));
+  heap.release(base);
+}
+
+void Group::refuse_block(std::byte* base, int rank, const std::string& reason) {
+  AbortLine& line = Block(base, 1).abort();
+  std::fill(std::begin(line.peers), std::end(line.peers), -1);
+  line.peers[0] = rank;
+  copy_text(line.text, sizeof line.text, reason);
+  line.code.store(static_cast<uint64_t>(Code::aborted), std::memory_order_release);  // pairs with Group::health
 }
 
 void Group::release_block() {
   if (uint64_t ring = mine_.ring_offset().load(std::memory_order_relaxed)) heap_->release(heap_->base() + ring);
   for (std::byte* at : left_) heap_->release(at);
-  heap_->release(mine_.base());
+  for (std::byte* block : left_blocks_) drop_block(*heap_, block);
+  drop_block(*heap_, mine_.base());
+}
+
+PeerState Group::state_of(int r, std::string* reason) const {
+  const auto& [line, use] = members_[static_cast<size_t>(r)];
+  if (!line || line->use.load(std::memory_order_acquire) != use) return PeerState::left;
+  if (line->left.load(std::memory_order_acquire) == use) {  // pairs with Group::close
+    if (reason) {
+      char words[sizeof line->reason];
+      copy_once(words, line->reason, sizeof words);
+      std::atomic_thread_fence(std::memory_order_acquire);
+      if (line->use.load(std::memory_order_relaxed) == use) *reason = std::string(words, strnlen(words, sizeof words));
+    }
+    return PeerState::left;
+  }
+  const auto& link = peer(r).link;
+  return link && link->hung_up() ? PeerState::died : PeerState::alive;
+}
+
+bool Group::all_left() const {
+  for (int r = 0; r < facts_.size; r++)
+    if (r != facts_.rank && state_of(r) == PeerState::alive) return false;
+  return true;
 }
 
 Place Group::locate(const void* p, size_t bytes) const {
   const auto* at = static_cast<const std::byte*>(p);
-  if (heap_->holds(at) && bytes <= heap_->capacity() - static_cast<size_t>(at - heap_->base()))
+  if (heap_->holds(at)) {
+    if (bytes > heap_->capacity() - static_cast<size_t>(at - heap_->base()) || heap_->is_detached(p, bytes)) return {};
     return Place::at(facts_.rank, static_cast<size_t>(at - heap_->base()));
+  }
   if (!in_region(p)) return {};
   for (int r = 0; r < facts_.size; r++) {
     size_t offset = static_cast<size_t>(at - peer(r).heap_base);
@@ -136,9 +223,9 @@ void Group::abort(Failure cause) {
   for (size_t i = 0; i < std::min<size_t>(cause.peers.size(), std::size(line.peers)); i++)
     line.peers[i] = cause.peers[i];
   line.seq = cause.seq;
-  std::strncpy(line.text, cause.text.c_str(), sizeof line.text - 1);
+  copy_text(line.text, sizeof line.text, cause.text);
   line.code.store(static_cast<uint64_t>(cause.code), std::memory_order_release);  // pairs with Group::health
-  for (uint64_t s : {seq_, seq_ + 1}) wake(mine_.descriptor(s).seq);
+  for (uint64_t s : {0, 1}) wake(mine_.descriptor(s).seq);
   for (int p = 1; p < static_cast<int>(Phase::count_); p++) wake(mine_.flag(static_cast<Phase>(p)));
 }
 
@@ -160,8 +247,9 @@ void Group::close(const std::string& reason) {
       stopped_.store(true, std::memory_order_release);
     }
   }
-  for (const Peer& p : peers_)
-    if (p.link) p.link->say_left(facts_.id, reason);
+  Membership* line = membership_of(mine_, heap_->base(), heap_->capacity());
+  copy_text(line->reason, sizeof line->reason, reason);
+  line->left.store(mine_.membership_use(), std::memory_order_release);  // pairs with state_of
 }
 
 Code Group::lost(Call& call, std::vector<int> gone) {
@@ -169,18 +257,46 @@ Code Group::lost(Call& call, std::vector<int> gone) {
   usleep(1000);
   for (int r = 0; r < facts_.size; r++)
     if (r != facts_.rank && peer(r).link && std::find(gone.begin(), gone.end(), r) == gone.end() &&
-        (peer(r).link->look(facts_.id) == Link::State::died || is_dying(peer(r).pid)))
+        (peer(r).link->hung_up() || is_dying(peer(r).pid)))
       gone.push_back(r);
   std::sort(gone.begin(), gone.end());
   std::string text;
   for (int r : gone) {
     std::string reason;
-    bool left = peer(r).link && peer(r).link->look(facts_.id, &reason) == Link::State::left;
+    bool left = state_of(r, &reason) == PeerState::left;
     if (!text.empty()) text += ", ";
     text += "rank " + std::to_string(r) + (left ? " left" : " died") + " (pid " + std::to_string(peer(r).pid) + ")";
     if (left && !reason.empty()) text += ": " + reason;
   }
   return break_with(call, Code::peer_lost, text, gone);
+}
+
+std::string Group::last_call(int r) const {
+  const Descriptor* last = nullptr;
+  uint64_t at = 0;
+  for (uint64_t s : {0, 1}) {
+    const Descriptor& d = peer(r).block.descriptor(s);
+    if (uint64_t seq = d.seq.load(std::memory_order_acquire); seq > at) at = seq, last = &d;
+  }
+  return last ? std::string(verb_name(last->said.verb)) + " #" + std::to_string(at) : "none";
+}
+
+// What the threads of rank r wait for, in this group or in another.
+std::string Group::waits_of(int r) const {
+  std::string words;
+  for (const Waiting& w : Heap::read_activities(peer(r).heap_base)) {
+    words += words.empty() ? "   now in " : ", ";
+    words += verb_name(w.verb);
+    if (w.verb == Verb::send || w.verb == Verb::recv) {
+      words += w.verb == Verb::send ? " to " : " from ";
+      words += w.peer < 0 ? "anyone" : "rank " + std::to_string(w.peer);
+      if (w.tag) words += " (tag " + std::to_string(w.tag) + ")";
+    } else {
+      words += " #" + std::to_string(w.seq);
+    }
+    if (facts_.name != w.group) words += std::string(" of group \"") + w.group + "\"";
+  }
+  return words.empty() ? "   in no call" : words;
 }
 
 Code Group::timed_out(Call& call, const std::vector<int>& late) {
@@ -191,14 +307,9 @@ Code Group::timed_out(Call& call, const std::vector<int>& late) {
   std::vector<std::string> lines;
   for (int r : late) {
     std::string state = peer(r).pid ? process_state(peer(r).pid) : "unknown";
-    const Block& block = peer(r).block;
-    const Descriptor& a = block.descriptor(0);
-    const Descriptor& b = block.descriptor(1);
-    const Descriptor& last = a.seq.load(std::memory_order_acquire) > b.seq.load(std::memory_order_acquire) ? a : b;
-    uint64_t at = last.seq.load(std::memory_order_relaxed);
     if (lines.empty()) text += ": rank " + std::to_string(r) + " is " + state;
     lines.push_back("rank " + std::to_string(r) + "   pid " + std::to_string(peer(r).pid) + "   " + state +
-                    "   last call " + (at ? std::string(verb_name(last.verb)) + " #" + std::to_string(at) : "none"));
+                    "   last call " + last_call(r) + waits_of(r));
   }
   Code code = break_with(call, Code::timeout, text, late);
   call.failure.lines = lines;
@@ -213,7 +324,7 @@ bool Group::make_ring() {
   return true;
 }
 
-std::byte* Group::ring_of(int r) const {
+std::byte* Group::find_ring(int r) const {
   size_t offset = peer(r).block.ring_offset().load(std::memory_order_relaxed);  // published with the descriptor
   return offset == 0 ? nullptr : resolve(Place::at(r, offset), kRingBytes);
 }
@@ -224,7 +335,7 @@ void Group::ask_gauge(Call& call, size_t bytes) {
   call.worked_ns = 0;
 }
 
-void Group::describe(Call& call, Descriptor& d) {
+void Group::describe(Call& call, Request& d) {
   const size_t element = dtype_bytes(call.dtype);
   const int size = facts_.size;
   d.verb = call.verb;
@@ -268,7 +379,7 @@ void Group::describe(Call& call, Descriptor& d) {
       d.in = {};
     } else if (in_ring) {
       if (turn_ > kRingBytes - bytes) d.turn = turn_ = 0;
-      held = ring_of(facts_.rank) + turn_;
+      held = find_ring(facts_.rank) + turn_;
       turn_ += (bytes + 4095) / 4096 * 4096;
       staged_bytes_.fetch_add(bytes, std::memory_order_relaxed);
     } else {
@@ -294,7 +405,7 @@ void Group::describe(Call& call, Descriptor& d) {
     if (call.gauged) call.worked_ns = now_ns() - began;
   }
   d.out = {};
-  bool counts_unknown = call.verb == Verb::all_to_all || call.verb == Verb::gather || call.verb == Verb::scatter;
+  const bool counts_unknown = counts_differ(call.verb);
   if (!call.out_parts && call.out && call.verb != Verb::barrier &&
       (d.input == Holder::place || counts_unknown || call.finish || call.verb == Verb::broadcast))
     d.out =
@@ -319,105 +430,199 @@ void Group::describe(Call& call, Descriptor& d) {
   }
 }
 
+void Group::copy_requests(const Call& call) {
+  bool small = call.op != RedOp::premul_sum && call.verb != Verb::matmul_reduce;
+  for (int r = 0; r < facts_.size; r++) {
+    Request& d = requests_[static_cast<size_t>(r)];
+    copy_once(&d, &peer(r).block.descriptor(call.seq).said, kSmallRequestBytes);
+    small = small && d.input == Holder::inlined && !d.has_table;
+  }
+  if (small) return;
+  const auto ranks = static_cast<size_t>(facts_.size);
+  for (int r = 0; r < facts_.size; r++) {
+    Request& d = requests_[static_cast<size_t>(r)];
+    const Block& block = peer(r).block;
+    copy_once(&d.counts_hash, &block.descriptor(call.seq).said.counts_hash, sizeof d - kSmallRequestBytes);
+    TableEntry* table = &tables_[static_cast<size_t>(r) * ranks];
+    if (d.has_table)
+      copy_once(table, block.table(call.seq), ranks * sizeof *table);
+    else
+      std::fill_n(table, ranks, TableEntry{});
+    rings_[static_cast<size_t>(r)] = d.has_ring ? find_ring(r) : nullptr;
+  }
+}
+
+// The ranks that said something else than most did.
+std::vector<int> Group::odd_ones() const {
+  auto same = [&](const Request& a, const Request& b) {
+    return key_of(a) == key_of(b) && (a.verb != Verb::matmul_reduce || a.counts_hash == b.counts_hash) &&
+           (counts_differ(a.verb) || a.count == b.count);
+  };
+  size_t best = 0, votes = 0;
+  for (size_t r = 0; r < requests_.size(); r++) {
+    auto n = static_cast<size_t>(
+        std::count_if(requests_.begin(), requests_.end(), [&](const Request& d) { return same(d, requests_[r]); }));
+    if (n > votes) best = r, votes = n;
+  }
+  std::vector<int> odd;
+  for (size_t r = 0; r < requests_.size(); r++)
+    if (!same(requests_[r], requests_[best])) odd.push_back(static_cast<int>(r));
+  return odd;
+}
+
 Code Group::check(Call& call) {
-  const Descriptor& mine = mine_.descriptor(call.seq);
+  copy_requests(call);
+  const Request& mine = requests_[static_cast<size_t>(facts_.rank)];
   const int size = facts_.size;
-  uint64_t key = key_of(mine);
-  bool sums_differ = call.verb == Verb::all_to_all || call.verb == Verb::gather || call.verb == Verb::scatter;
-  for (int r = 0; r < size; r++) {
-    const Descriptor& d = peer(r).block.descriptor(call.seq);
+  const uint64_t key = key_of(mine);
+  for (const Request& d : requests_) {
     const bool alike = call.verb != Verb::matmul_reduce || d.counts_hash == mine.counts_hash;
-    if (key_of(d) == key && alike && (sums_differ || d.count == mine.count)) continue;
-    if (d.verb != mine.verb) return disagree(call, "the operation");
-    if (d.dtype != mine.dtype) return disagree(call, "dtype");
-    if (d.op != mine.op) return disagree(call, "the reduce operation");
-    if (d.root != mine.root) return disagree(call, "the root");
-    if (!alike) return disagree(call, "the shapes or options");
+    if (key_of(d) == key && alike && (counts_differ(call.verb) || d.count == mine.count)) continue;
+    if (d.verb != mine.verb) return disagree(call, "the operation", odd_ones());
+    if (d.dtype != mine.dtype) return disagree(call, "dtype", odd_ones());
+    if (d.op != mine.op) return disagree(call, "the reduce operation", odd_ones());
+    if (d.root != mine.root) return disagree(call, "the root", odd_ones());
+    if (!alike) return disagree(call, "the shapes or options", odd_ones());
     bool hashed = call.verb == Verb::all_gather || call.verb == Verb::reduce_scatter;
-    return disagree(call, hashed ? "the counts" : "the number of elements");
+    return disagree(call, hashed ? "the counts" : "the number of elements", odd_ones());
   }
-  auto holds = [&](int r, size_t count) {
-    const Descriptor& d = peer(r).block.descriptor(call.seq);
-    const bool may_keep = r == call.root && (call.verb == Verb::reduce || call.verb == Verb::gather);
-    if (d.input > Holder::kept || (d.input == Holder::kept && !may_keep)) return false;
-    size_t most = d.input == Holder::place || d.input == Holder::kept ? SIZE_MAX
-                  : d.input == Holder::inlined                        ? kInlineBytes
-                                                                      : kSlotBytes;
-    if (d.input == Holder::ring) most = ring_of(r) ? kRingBytes - std::min(d.turn, kRingBytes) : 0;
-    return count <= most / dtype_bytes(call.dtype);
-  };
-  auto impossible = [&](int r) {
-    return break_with(call, Code::system, "rank " + std::to_string(r) + " published an impossible descriptor", {r});
-  };
-  if (!sums_differ) {
-    size_t all = 0;
-    for (int r = 0; call.in_parts && r < size; r++) all += call.in_parts[r].count;
-    for (int r = 0; r < size; r++) {
-      size_t count = call.verb == Verb::all_gather       ? call.out_parts[r].count
-                     : call.verb == Verb::reduce_scatter ? all
-                     : call.verb == Verb::barrier || (call.verb == Verb::broadcast && r != call.root) ? 0
-                                                                                                      : call.count;
-      if (!holds(r, count)) return impossible(r);
+  if (counts_differ(call.verb))
+    if (Code code = check_counts(call); code != Code::ok) return code;
+  size_t all = 0;
+  for (int r = 0; call.in_parts && r < size; r++) all += call.in_parts[r].count;
+  for (int r = 0; r < size; r++) {
+    const TableEntry* table = &tables_[static_cast<size_t>(r) * static_cast<size_t>(size)];
+    const Request& d = requests_[static_cast<size_t>(r)];
+    size_t count = call.count;
+    switch (call.verb) {
+      case Verb::barrier:
+        count = 0;
+        break;
+      case Verb::broadcast:
+        if (r != call.root) count = 0;
+        break;
+      case Verb::all_gather:
+        count = call.out_parts[r].count;
+        break;
+      case Verb::reduce_scatter:
+        count = all;
+        break;
+      case Verb::gather:
+        count = d.count;
+        break;
+      case Verb::scatter:
+      case Verb::all_to_all:
+        count = 0;
+        for (int j = 0; j < size && (call.verb == Verb::all_to_all || r == call.root); j++) count += table[j].in_count;
+        break;
+      default:
+        break;
     }
-    return Code::ok;
-  }
-  auto entry = [&](int r, int j) -> const TableEntry& { return peer(r).block.table(call.seq)[j]; };
-  for (int r = 0; r < size; r++) {
-    const Descriptor& d = peer(r).block.descriptor(call.seq);
-    if (call.verb == Verb::gather && entry(call.root, r).out_count != d.count) return disagree(call, "the counts");
-    if (call.verb == Verb::scatter && entry(call.root, r).in_count != d.count) return disagree(call, "the counts");
-    if (call.verb == Verb::all_to_all)
-      for (int j = 0; j < size; j++)
-        if (entry(r, j).in_count != entry(j, r).out_count) return disagree(call, "the counts");
-  }
-  for (int r = 0; r < size; r++) {
-    size_t count = call.verb == Verb::gather ? peer(r).block.descriptor(call.seq).count : 0;
-    for (int j = 0; (call.verb == Verb::all_to_all || (call.verb == Verb::scatter && r == call.root)) && j < size; j++)
-      count += entry(r, j).in_count;
-    if (!holds(r, count)) return impossible(r);
+    if (!can_hold(call, r, count))
+      return break_with(call, Code::system, "rank " + std::to_string(r) + " published an impossible descriptor", {r});
   }
   return Code::ok;
 }
 
-Code Group::disagree(Call& call, const char* what) {
+// Whether the input of rank r, of so many elements, can be where its request says.
+bool Group::can_hold(const Call& call, int r, size_t count) const {
+  const Request& d = requests_[static_cast<size_t>(r)];
+  size_t most = 0;
+  switch (d.input) {
+    case Holder::kept:
+      if (r != call.root || (call.verb != Verb::reduce && call.verb != Verb::gather)) return false;
+      [[fallthrough]];
+    case Holder::place:
+      return true;  // checked when it is resolved
+    case Holder::inlined:
+      most = kInlineBytes;
+      break;
+    case Holder::slot:
+      most = kSlotBytes;
+      break;
+    case Holder::ring:
+      most = rings_[static_cast<size_t>(r)] ? kRingBytes - std::min<size_t>(d.turn, kRingBytes) : 0;
+      break;
+    default:
+      return false;
+  }
+  return count <= most / dtype_bytes(call.dtype);
+}
+
+// Gather, scatter, all_to_all: what each rank sends is what the other expects.
+Code Group::check_counts(Call& call) {
+  const int size = facts_.size;
+  auto entry = [&](int r, int j) -> const TableEntry& {
+    return tables_[static_cast<size_t>(r) * static_cast<size_t>(size) + static_cast<size_t>(j)];
+  };
+  std::vector<int> wrong(static_cast<size_t>(size));  // by rank: how many of its partners expect something else
+  auto compare = [&](int a, int b, uint64_t said, uint64_t expected) {
+    if (said == expected) return;
+    wrong[static_cast<size_t>(a)]++;
+    if (a != b) wrong[static_cast<size_t>(b)]++;
+  };
+  for (int r = 0; r < size; r++) {
+    const uint64_t count = requests_[static_cast<size_t>(r)].count;
+    bool possible = count <= kMostElements;
+    for (int j = 0; j < size; j++)
+      possible = possible && entry(r, j).in_count <= kMostElements && entry(r, j).out_count <= kMostElements;
+    if (!possible)
+      return break_with(call, Code::system, "rank " + std::to_string(r) + " published an impossible descriptor", {r});
+    if (call.verb == Verb::gather) compare(call.root, r, count, entry(call.root, r).out_count);
+    if (call.verb == Verb::scatter) compare(call.root, r, count, entry(call.root, r).in_count);
+    for (int j = 0; call.verb == Verb::all_to_all && j < size; j++)
+      compare(r, j, entry(r, j).in_count, entry(j, r).out_count);
+  }
+  const int most = *std::max_element(wrong.begin(), wrong.end());
+  if (most == 0) return Code::ok;
+  const bool rooted = call.verb != Verb::all_to_all;
+  std::vector<int> who;
+  for (int r = 0; r < size; r++)
+    if (rooted ? r != call.root && wrong[static_cast<size_t>(r)] : wrong[static_cast<size_t>(r)] == most)
+      who.push_back(r);
+  // A root that fits none of several others is the odd one itself.
+  if (rooted && (who.empty() || (size > 2 && static_cast<int>(who.size()) == size - 1))) who = {call.root};
+  return disagree(call, "the counts", std::move(who));
+}
+
+Code Group::disagree(Call& call, const char* what, std::vector<int> who) {
   std::string words = call.describe ? call.describe() : std::string();
   if (words.empty())
     words = std::string(verb_name(call.verb)) + " " + dtype_name(call.dtype) + " " + std::to_string(call.count);
-  char* note = mine_.note();
-  std::strncpy(note, words.c_str(), kNoteBytes - 1);
-  note[kNoteBytes - 1] = 0;
+  copy_text(mine_.note(), kNoteBytes, words);
   publish(mine_.flag(Phase::note), call.seq);
   int64_t deadline = call.deadline_ns;
   call.deadline_ns = now_ns() + 5'000'000'000;
   Code code = await(call, Phase::note, call.seq);
   call.deadline_ns = deadline;
   if (code != Code::ok) return code;
-  fail(call.failure, Code::mismatch, std::string("ranks disagree on ") + what);
+  fail(call.failure, Code::mismatch, std::string("ranks disagree on ") + what, std::move(who));
   call.failure.verb = call.verb;
   call.failure.seq = call.seq;
   for (int r = 0; r < facts_.size; r++) {
-    const char* text = peer(r).block.note();
+    char text[kNoteBytes];
+    copy_once(text, peer(r).block.note(), kNoteBytes);
     call.failure.lines.emplace_back(text, strnlen(text, kNoteBytes));
-    if (r != facts_.rank && call.failure.lines.back() != words) call.failure.peers.push_back(r);
   }
   return Code::mismatch;
 }
 
 Code Group::run(Call& call) {
   if (stopped_.load(std::memory_order_acquire) || generation_ != fork_generation()) {
-    call.seq = seq_ + 1;
+    call.seq = seq() + 1;
     return quote_first_cause(call);
   }
-  call.seq = ++seq_;
+  call.seq = seq() + 1;
+  seq_.store(call.seq, std::memory_order_relaxed);
   if (facts_.size == 1) return Mover(*this, call).run_alone();
   // A rank that comes after others have given up must not be served by what they left behind.
-  for (const Peer& p : peers_)
-    if (p.block.abort().code.load(std::memory_order_acquire))
-      if (Code code = health(call, [](int) { return true; }); code != Code::ok) return code;
+  if (given_up())
+    if (Code code = health(call, [](int) { return true; }); code != Code::ok) return code;
   if (!facts_.crowded) note_processor();
   call.deadline_ns = 0;  // set by the first wait that is not over at once
   Descriptor& mine = mine_.descriptor(call.seq);
-  describe(call, mine);
+  const uint64_t detachments = heap_->detachments();
+  describe(call, mine.said);
   publish(mine.seq, call.seq);
   Code code = await(call, Phase::descriptor, call.seq);
   if (code == Code::ok) code = check(call);
@@ -425,14 +630,54 @@ Code Group::run(Call& call) {
   if (code == Code::ok) code = Mover(*this, call).run();
   // Closed while it ran: peers may have taken this rank for gone and used its inputs' memory for something else.
   if (code == Code::ok && stopped_.load(std::memory_order_acquire)) code = quote_first_cause(call);
-  if (code != Code::ok) {
-    // A peer that was given up may still be on its way into these tensors.
-    for (const std::byte* p : {call.in, call.out}) heap_->quarantine(p);
-    for (const Part* parts : {call.in_parts, call.out_parts})
-      for (int r = 0; parts && r < facts_.size; r++)
-        if (parts[r].count) heap_->quarantine(parts[r].ptr);
-  }
+  if (code == Code::ok && heap_->detachments() != detachments)
+    for (auto [at, bytes] : exposed(call))
+      if (heap_->is_detached(at, bytes))
+        code = break_with(call, Code::system, "a failure in another group made an output of this call private", {});
+  if (code != Code::ok) withdraw(call);
   return code;
+}
+
+// This rank's tensors that peers were told to write into.
+std::vector<std::pair<std::byte*, size_t>> Group::exposed(const Call& call) const {
+  std::vector<std::pair<std::byte*, size_t>> found;
+  const Request& said = mine_.descriptor(call.seq).said;
+  auto add = [&](Place place, size_t bytes) {
+    if (place && place.rank() == facts_.rank && bytes) found.emplace_back(heap_->base() + place.offset(), bytes);
+  };
+  add(said.out,
+      call.finish ? call.finish->out_count * dtype_bytes(call.finish->out) : call.count * dtype_bytes(call.dtype));
+  for (int r = 0; said.has_table && r < facts_.size; r++) {
+    const TableEntry& entry = mine_.table(call.seq)[r];
+    add(entry.out, entry.out_count * dtype_bytes(call.dtype));
+  }
+  return found;
+}
+
+// Whoever has not seen this rank's descriptor must not find it later: it is taken back. Whoever has may be writing; it
+// looks for failures before each piece, and says when it is out. A peer that does not say so in time was stopped, or
+// cannot run: its hands are tied by giving the exposed tensors new memory.
+void Group::withdraw(Call& call) {
+  publish(mine_.flag(Phase::withdrawn), call.seq);
+  const auto tensors = exposed(call);
+  if (tensors.empty()) return;
+  mine_.descriptor(call.seq).seq.store(0, std::memory_order_release);
+  fence_everybody();  // from here on, who has not published its own descriptor cannot have seen ours
+  auto may_write = [&](int r) {
+    auto reached = [&](Phase phase) { return flag_of(r, phase, call.seq).load(std::memory_order_acquire) >= call.seq; };
+    return r != facts_.rank && reached(Phase::descriptor) && !reached(Phase::exit) && !reached(Phase::withdrawn) &&
+           state_of(r) == PeerState::alive;
+  };
+  const int64_t until = now_ns() + kWithdrawFor;
+  for (int r = 0; r < facts_.size; r++)
+    while (may_write(r)) {
+      if (now_ns() < until) {
+        usleep(200);
+        continue;
+      }
+      for (auto [at, bytes] : tensors) heap_->detach(at, bytes);
+      return;
+    }
 }
 
 }  // namespace unisono

@@ -4,10 +4,11 @@
 //   1. describe   write this rank's descriptor; a small input goes into the line itself or into a slot
 //   2. publish    release the descriptor's sequence number
 //   3. meet       await every rank's descriptor of the same number
-//   4. check      all descriptors agree, or every rank returns `mismatch` and nothing has moved
+//   4. check      copy them; all agree, or every rank returns `mismatch` and nothing has moved
 //   5. move       copy (copy_verbs.cc) or reduce (reduce_verbs.cc); all decisions come from descriptors, so that
 //                 every rank takes the same path
 //   6. leave      if peers read or wrote user memory directly: await that all have finished
+//   7. withdraw   of a call that failed: nobody writes into this rank's tensors any more when its caller gets the error
 // One call runs at a time in a group; engine.h puts asynchronous calls in order.
 #pragma once
 
@@ -61,6 +62,8 @@ struct Call {
   bool may_interrupt = false;             // called from Python: look at its signals while waiting
   std::function<std::string()> describe;  // words for a mismatch; called without locks held
 
+  int64_t tag = 0;         // of a message
+  int correspondent = -1;  // of a message; -1: anyone
   uint64_t seq = 0;
   int64_t deadline_ns = 0;
   size_t gauged = 0;         // bytes of the call if the gauge has been asked about it, and its answer
@@ -89,6 +92,8 @@ struct GroupFacts {
   size_t cache_bytes = 8 << 20;  // the smallest last-level cache of any rank
 };
 
+enum class PeerState : uint8_t { alive, left, died };
+
 class Group {
  public:
   // `peers[facts.rank].block` is this rank's own block, made by `make_block`.
@@ -98,9 +103,14 @@ class Group {
   Group& operator=(const Group&) = delete;
 
   static std::byte* make_block(Heap& heap, int size, Failure& failure);
+  static void drop_block(Heap& heap, std::byte* block);  // one that no peer reads, or reads any more
+  // Tells the peers of a block that its rank will not come to their group after all.
+  static void refuse_block(std::byte* block, int rank, const std::string& reason);
   // Gives the block and the ring back to the heap; no peer may be reading them any more.
   void release_block();
   void release_later(std::byte* at) { left_.push_back(at); }  // memory of the heap, together with the block
+  // The same for the block of a group that was to be split from this one, and of which peers may have heard.
+  void drop_block_later(std::byte* block) { left_blocks_.push_back(block); }
 
   Code run(Call& call);  // the caller holds run_mutex
   std::mutex run_mutex;
@@ -109,6 +119,9 @@ class Group {
   void abort(Failure cause);
   // Leave: peers learn it; calls return `closed`. Waiting calls of other threads end with `closed` too.
   void close(const std::string& reason);
+  // Whether a peer is still in the group, and the words of one that left.
+  PeerState state_of(int r, std::string* reason = nullptr) const;
+  bool all_left() const;  // no peer is here any more
   bool usable(Failure& failure);
   bool stopped() const { return stopped_.load(std::memory_order_acquire); }  // broken or closed
 
@@ -120,7 +133,7 @@ class Group {
   const std::shared_ptr<Heap>& heap_ptr() const { return heap_; }
   const Peer& peer(int r) const { return peers_[static_cast<size_t>(r)]; }
   uint64_t staged_bytes() const { return staged_bytes_.load(std::memory_order_relaxed); }
-  uint64_t seq() const { return seq_; }
+  uint64_t seq() const { return seq_.load(std::memory_order_relaxed); }
 
   // Where local memory is, in every rank's words; nothing if a peer could not reach all of it.
   Place locate(const void* p, size_t bytes) const;
@@ -135,6 +148,8 @@ class Group {
   // Has anybody given up, died or left while it owed something; has the deadline passed; did Python get a signal?
   template <class Owes>
   Code health(Call& call, Owes owes);
+  // A cheap look, for between two pieces of work: is there anything that `health` has to look into?
+  bool given_up() const;
 
   // Called now and then while a call of this group waits, so that messages in flight do not wait with it.
   std::function<void()> meanwhile;
@@ -159,6 +174,7 @@ class Group {
 
   struct Patience;  // how long the present wait has lasted, and what to do next
   bool rest(Call& call, Patience& patience, const Flag* sleep_on, uint64_t seen);  // true: look at health now
+  void tell_waiting(const Call& call, Patience& patience);
   void set_deadline(Call& call, int64_t now) const {
     call.deadline_ns = now + (call.timeout_ns ? call.timeout_ns : facts_.timeout_ns);
   }
@@ -168,22 +184,39 @@ class Group {
   Code quote_first_cause(Call& call);
 
   bool make_ring();
-  std::byte* ring_of(int r) const;  // null: none, or an impossible one
+  std::byte* find_ring(int r) const;  // null: none, or an impossible one
   void ask_gauge(Call& call, size_t bytes);
-  void describe(Call& call, Descriptor& mine);
+  void describe(Call& call, Request& mine);
+  void copy_requests(const Call& call);
   Code check(Call& call);
-  Code disagree(Call& call, const char* what);
+  Code check_counts(Call& call);
+  Code disagree(Call& call, const char* what, std::vector<int> who);
+  std::vector<int> odd_ones() const;
+  void withdraw(Call& call);
+  bool can_hold(const Call& call, int r, size_t count) const;
+  std::string last_call(int r) const;
+  std::string waits_of(int r) const;
+  std::vector<std::pair<std::byte*, size_t>> exposed(const Call& call) const;
 
   GroupFacts facts_;
   std::shared_ptr<Heap> heap_;
   std::vector<Peer> peers_;
   Block mine_;
+  struct Member {
+    const Membership* line = nullptr;  // null: its block names an impossible one
+    uint64_t use = 0;
+  };
+  std::vector<Member> members_;
   int generation_;
-  uint64_t seq_ = 0;
+  std::atomic<uint64_t> seq_{0};  // changed by whoever runs a call; others read it for messages
+  // What every rank published for the call that runs, copied once: see Request.
+  std::vector<Request> requests_;
+  std::vector<TableEntry> tables_;  // rank by rank
+  std::vector<std::byte*> rings_;
   uint64_t pieces_ = 0;  // staged pieces of all calls so far; equal on all ranks between calls
   std::atomic<uint64_t> staged_bytes_{0};
   StageGauge gauge_;
-  std::vector<std::byte*> left_;
+  std::vector<std::byte*> left_, left_blocks_;
   size_t turn_ = 0;  // where the next call begins in this rank's ring
 
   std::mutex state_mutex_;

@@ -22,6 +22,8 @@ constexpr size_t kPage = 4096;
 constexpr size_t kGrowth = 1 << 20;  // least extension, so that small tensors do not cost a system call each
 constexpr size_t kSlack = 64 << 20;  // left to the rest of the system when memory is counted
 
+constexpr size_t kSmallRun = 64 << 10;  // pages that small blocks are cut from
+constexpr size_t kDetachStep = 2 << 20;
 constexpr size_t kSpares = 8;  // small blocks of one size kept for the next allocation
 
 size_t round_up(size_t n, size_t to) {
@@ -110,11 +112,9 @@ std::shared_ptr<Heap> Heap::create(Failure& failure) {
   heap->mapping_ = Mapping::map(fd, capacity, failure);
   if (!heap->mapping_) return nullptr;
   if (!heap->grow(kGrowth, failure)) return nullptr;
-  // The header comes first. The room it takes differs from heap to heap, so that the same tensor of different ranks
-  // falls into different sets of the caches, and stores to one do not look like stores to the other (4 KiB aliasing).
-  const size_t first = kPage + heap->token_.a % (kPage / kAlign) * kAlign;
-  heap->erase_free(heap->free_.begin());
-  heap->insert_free(first, heap->top_ - first);
+  heap->color_ = heap->token_.a % (kPage / kAlign) * kAlign;
+  heap->pages_.erase(0);
+  heap->pages_.insert(kPage, heap->top_ - kPage);  // the first page holds the header and the activities
   auto* header = reinterpret_cast<HeapHeader*>(heap->base());
   *header = {HeapHeader::kMagic, kLayoutVersion, heap->token_, capacity, static_cast<uint64_t>(getpid())};
   return heap;
@@ -149,32 +149,74 @@ bool Heap::grow(size_t bytes, Failure& failure) {
     return false;
   }
   mapping_->populate(base() + top_, more);
-  insert_free(top_, more);
+  pages_.insert(top_, more);
   top_ += more;
   return true;
 }
 
-void Heap::erase_free(std::map<size_t, size_t>::iterator range) {
-  by_size_.erase({range->second, range->first});
-  free_.erase(range);
+void Heap::Ranges::erase(size_t offset) {
+  auto found = by_place.find(offset);
+  by_size.erase({found->second, offset});
+  by_place.erase(found);
 }
 
-void Heap::insert_free(size_t offset, size_t bytes) {
-  auto next = free_.lower_bound(offset);
-  if (next != free_.begin()) {
-    auto before = std::prev(next);
-    if (before->first + before->second == offset) {
-      offset = before->first;
-      bytes += before->second;
-      erase_free(before);
+std::pair<size_t, size_t> Heap::Ranges::insert(size_t offset, size_t bytes) {
+  auto next = by_place.lower_bound(offset);
+  if (next != by_place.begin()) {
+    auto [begin, length] = *std::prev(next);
+    if (begin + length == offset) {
+      offset = begin;
+      bytes += length;
+      erase(begin);
     }
   }
-  if (next != free_.end() && offset + bytes == next->first) {
+  if (next != by_place.end() && offset + bytes == next->first) {
     bytes += next->second;
-    erase_free(next);
+    erase(next->first);
   }
-  free_[offset] = bytes;
-  by_size_.insert({bytes, offset});
+  by_place[offset] = bytes;
+  by_size.insert({bytes, offset});
+  return {offset, bytes};
+}
+
+bool Heap::Ranges::take(size_t bytes, size_t& offset) {
+  auto fit = by_size.lower_bound({bytes, 0});
+  if (fit == by_size.end()) return false;
+  const size_t size = fit->first;
+  offset = fit->second;
+  erase(offset);
+  if (size > bytes) insert(offset + bytes, size - bytes);
+  return true;
+}
+
+bool Heap::take_pages(size_t bytes, size_t& offset, Failure& failure) {
+  if (pages_.take(bytes, offset)) return true;
+  // The last free range, if it ends at the top, grows into what is needed.
+  size_t tail = 0;
+  if (!pages_.by_place.empty()) {
+    auto [begin, length] = *pages_.by_place.rbegin();
+    if (begin + length == top_) tail = length;
+  }
+  return grow(bytes - tail, failure) && pages_.take(bytes, offset);
+}
+
+bool Heap::take_small(size_t bytes, size_t& offset, Failure& failure) {
+  if (small_.take(bytes, offset)) return true;
+  size_t run;
+  if (!take_pages(kSmallRun, run, failure)) return false;
+  small_.insert(run, kSmallRun);
+  return small_.take(bytes, offset);
+}
+
+void Heap::give_small(size_t offset, size_t bytes) {
+  auto [begin, length] = small_.insert(offset, bytes);
+  // Whole pages go back, but for a run that the next small blocks are cut from.
+  size_t first = round_up(begin + kSmallRun, kPage), end = (begin + length) / kPage * kPage;
+  if (first + kSmallRun > end) return;
+  small_.erase(begin);
+  small_.insert(begin, first - begin);
+  if (end < begin + length) small_.insert(end, begin + length - end);
+  pages_.insert(first, end - first);
 }
 
 void* Heap::allocate(size_t bytes, Failure& failure) {
@@ -185,59 +227,156 @@ void* Heap::allocate(size_t bytes, Failure& failure) {
              " (UNISONO_HEAP_MAX)");
     return nullptr;
   }
-  size_t want = size_class(bytes);
-  if (want / kAlign < spare_.size() && !spare_[want / kAlign].empty()) {
-    auto& nodes = spare_[want / kAlign];
-    size_t offset = nodes.back().key();
-    live_.insert(std::move(nodes.back()));
-    nodes.pop_back();
+  size_t want = size_class(bytes), offset;
+  if (want < kPage) {
+    if (auto& nodes = spare_[want / kAlign]; !nodes.empty()) {
+      offset = nodes.back().key();
+      live_.insert(std::move(nodes.back()));
+      nodes.pop_back();
+    } else {
+      if (!take_small(want, offset, failure)) return nullptr;
+      live_[offset] = want;
+    }
     in_use_ += want;
     return base() + offset;
   }
-  auto fit = by_size_.lower_bound({want, 0});
-  if (fit == by_size_.end()) {
-    // The last free range, if it ends at the top, grows into what is needed.
-    size_t tail = 0;
-    if (!free_.empty()) {
-      auto last = std::prev(free_.end());
-      if (last->first + last->second == top_) tail = last->second;
-    }
-    if (!grow(want - tail, failure)) return nullptr;
-    fit = by_size_.lower_bound({want, 0});
-  }
-  auto [size, offset] = *fit;
-  erase_free(free_.find(offset));
-  if (size > want) insert_free(offset + want, size - want);
+  want = round_up(want + color_, kPage);
+  if (!take_pages(want, offset, failure)) return nullptr;
   live_[offset] = want;
   in_use_ += want;
-  return base() + offset;
+  return base() + offset + color_;
+}
+
+// The live allocation that `p` points into; the end if there is none.
+std::map<size_t, size_t>::iterator Heap::find_live(const void* p) {
+  if (!holds(p)) return live_.end();
+  const auto at = static_cast<size_t>(static_cast<const std::byte*>(p) - base());
+  auto found = live_.upper_bound(at);
+  if (found == live_.begin()) return live_.end();
+  --found;
+  return at < found->first + found->second ? found : live_.end();
 }
 
 void Heap::release(void* p) {
   if (generation_ != fork_generation()) return;
   std::lock_guard lock(mutex_);
-  auto found = live_.find(static_cast<size_t>(static_cast<std::byte*>(p) - base()));
+  auto found = find_live(p);
   if (found == live_.end()) return;
   auto [offset, bytes] = *found;
   in_use_ -= bytes;
   auto node = live_.extract(found);
-  if (!kept_.empty() && kept_.erase(offset)) {
-    quarantined_ += bytes;
-    return;
+  if (!detached_.empty() && is_detached_locked(offset, bytes)) {
+    quarantined_ += bytes;      // its addresses are not the file's any more
+    if (bytes < kPage) return;  // others may live in the same page
+    for (auto gone = detached_.lower_bound(offset); gone != detached_.end() && gone->first < offset + bytes; ++gone)
+      madvise(base() + gone->first, gone->second, MADV_DONTNEED);
+  } else if (bytes >= kPage) {
+    pages_.insert(offset, bytes);
+  } else if (auto& nodes = spare_[bytes / kAlign]; nodes.size() < kSpares) {
+    nodes.push_back(std::move(node));
+  } else {
+    give_small(offset, bytes);
   }
-  if (bytes / kAlign < spare_.size() && spare_[bytes / kAlign].size() < kSpares)
-    spare_[bytes / kAlign].push_back(std::move(node));
-  else
-    insert_free(offset, bytes);
 }
 
-void Heap::quarantine(const void* p) {
+bool Heap::detach(const void* p, size_t bytes) {
   std::lock_guard lock(mutex_);
-  if (!holds(p)) return;
-  auto found = live_.upper_bound(static_cast<size_t>(static_cast<const std::byte*>(p) - base()));
-  if (found == live_.begin()) return;
-  --found;
-  if (p < base() + found->first + found->second) kept_.insert(found->first);
+  if (bytes == 0 || find_live(p) == live_.end()) return false;
+  const auto at = static_cast<size_t>(static_cast<const std::byte*>(p) - base());
+  const size_t first = at / kPage * kPage, end = round_up(at + bytes, kPage);
+  // In steps, so that the memory needed twice stays small.
+  for (size_t begin = first; begin < end; begin += kDetachStep) {
+    const size_t length = std::min(kDetachStep, end - begin);
+    if (is_detached_locked(begin, length)) continue;
+    // A private mapping of the same pages: they look the same until they are written. The write below, which changes
+    // nothing, has the kernel copy each of them; a write of another thread comes before or after that, never in
+    // between.
+    if (mmap(base() + begin, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd_,
+             static_cast<off_t>(begin)) == MAP_FAILED)
+      return false;
+    madvise(base() + begin, length, MADV_DONTDUMP);
+    for (size_t page = begin; page < begin + length; page += kPage)
+      reinterpret_cast<std::atomic<uint64_t>*>(base() + page)->fetch_add(0, std::memory_order_relaxed);
+    detached_[begin] = length;
+    // The old pages go; who still writes there gets new ones. But not the first and the last, where something else may
+    // be that peers read just now.
+    const size_t inside = std::max(begin, round_up(at, kPage)),
+                 outside = std::min(begin + length, (at + bytes) / kPage * kPage);
+    if (inside < outside)
+      fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(inside),
+                static_cast<off_t>(outside - inside));
+  }
+  detachments_.fetch_add(1, std::memory_order_release);  // pairs with detachments()
+  return true;
+}
+
+bool Heap::is_detached_locked(size_t offset, size_t bytes) const {
+  auto next = detached_.lower_bound(offset + std::max<size_t>(bytes, 1));
+  if (next == detached_.begin()) return false;
+  --next;
+  return next->first + next->second > offset;
+}
+
+bool Heap::is_detached(const void* p, size_t bytes) {
+  if (detachments() == 0 || !holds(p)) return false;
+  std::lock_guard lock(mutex_);
+  return is_detached_locked(static_cast<size_t>(static_cast<const std::byte*>(p) - base()), bytes);
+}
+
+std::byte* Heap::take_line(Failure& failure) {
+  std::lock_guard lock(mutex_);
+  if (lines_.empty()) {
+    size_t page;
+    if (!take_pages(kPage, page, failure)) return nullptr;
+    std::memset(static_cast<void*>(base() + page), 0, kPage);
+    for (size_t i = 0; i < kPage / kLineBytes; i++) lines_.push_back(base() + page + i * kLineBytes);
+  }
+  std::byte* line = lines_.back();
+  lines_.pop_back();
+  return line;
+}
+
+void Heap::give_line(std::byte* line) {
+  if (generation_ != fork_generation()) return;
+  std::lock_guard lock(mutex_);
+  lines_.push_back(line);
+}
+
+int Heap::begin_activity(const Waiting& what) {
+  uint32_t used = activities_.load(std::memory_order_relaxed);
+  int number;
+  do {
+    number = std::countr_one(used);
+    if (static_cast<size_t>(number) >= kActivities) return -1;  // as many threads wait already: not told
+  } while (!activities_.compare_exchange_weak(used, used | 1u << number, std::memory_order_acquire));
+  Activity& line = reinterpret_cast<Activity*>(base() + kActivitiesAt)[number];
+  const uint64_t stamp = line.stamp.load(std::memory_order_relaxed);
+  line.stamp.store(stamp | 1, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);  // pairs with the fence in read_activities: odd before the rest
+  line.what = what;
+  line.stamp.store((stamp | 1) + 1, std::memory_order_release);
+  return number;
+}
+
+void Heap::end_activity(int number) {
+  if (number < 0) return;
+  Activity& line = reinterpret_cast<Activity*>(base() + kActivitiesAt)[number];
+  line.stamp.store(line.stamp.load(std::memory_order_relaxed) | 1, std::memory_order_relaxed);
+  activities_.fetch_and(~(1u << number), std::memory_order_release);
+}
+
+std::vector<Waiting> Heap::read_activities(const std::byte* base) {
+  std::vector<Waiting> found;
+  for (size_t i = 0; i < kActivities; i++) {
+    const Activity& line = reinterpret_cast<const Activity*>(base + kActivitiesAt)[i];
+    const uint64_t before = line.stamp.load(std::memory_order_acquire);
+    Waiting what = line.what;
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (before == 0 || before % 2 || line.stamp.load(std::memory_order_relaxed) != before) continue;
+    what.group[sizeof what.group - 1] = 0;
+    found.push_back(what);
+  }
+  return found;
 }
 
 Heap::Usage Heap::usage() {

@@ -4,14 +4,18 @@
 // take the best-fitting free range; if none fits, extend the used part of the file, first asking whether the machine
 // and its cgroup have the memory, then reserving it with fallocate. Invariant: every byte ever handed out has been
 // reserved, so touching it can never end in SIGBUS. Allocation is local: no other rank takes part or is told.
+// What takes a page or more has its pages for itself, so that they can be taken away from the peers (`detach`) without
+// touching anything else; smaller blocks are cut from runs of pages of their own.
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <set>
 #include <vector>
 
+#include "control.h"
 #include "region.h"
 
 namespace unisono {
@@ -24,8 +28,22 @@ class Heap {
   // Null with `failure` filled when memory is short. Aligned to 128 bytes. Size 0 gets an address of its own too.
   void* allocate(size_t bytes, Failure& failure);
   void release(void* p);  // in a forked child: nothing, the memory is the parent's
-  // Never hand this allocation out again: a peer that was given up may still write into it.
-  void quarantine(const void* p);
+  // Makes [p, p + bytes) of a live allocation private to this process, page by page, with what it holds: a peer that
+  // still writes there writes into the old pages, which nobody sees. The allocation is never handed out again. False:
+  // nothing of this heap, or the system refused. Other threads may write into the same pages meanwhile.
+  bool detach(const void* p, size_t bytes);
+  bool is_detached(const void* p, size_t bytes);
+  uint64_t detachments() const { return detachments_.load(std::memory_order_acquire); }
+
+  // Lines of 128 bytes that stay lines for ever, so that a peer may look at one at any time.
+  std::byte* take_line(Failure& failure);
+  void give_line(std::byte* line);
+
+  // Says what a thread of this process waits for, where peers can read it; `end_activity` takes the number back.
+  int begin_activity(const Waiting& what);
+  void end_activity(int number);
+  // What the threads of the process whose heap lies at `base` wait for.
+  static std::vector<Waiting> read_activities(const std::byte* base);
 
   std::byte* base() const { return mapping_->base(); }
   size_t capacity() const { return mapping_->capacity(); }
@@ -43,9 +61,20 @@ class Heap {
 
  private:
   Heap() = default;
+  // Free ranges by place and by size; the neighbours of a range given back are joined with it.
+  struct Ranges {
+    std::map<size_t, size_t> by_place;                              // offset -> bytes, no two adjacent
+    std::set<std::pair<size_t, size_t>> by_size;                    // (bytes, offset) of the same ranges
+    std::pair<size_t, size_t> insert(size_t offset, size_t bytes);  // the range it has become part of
+    void erase(size_t offset);
+    bool take(size_t bytes, size_t& offset);  // the best fit
+  };
   bool grow(size_t bytes, Failure& failure);
-  void insert_free(size_t offset, size_t bytes);
-  void erase_free(std::map<size_t, size_t>::iterator range);
+  bool take_pages(size_t bytes, size_t& offset, Failure& failure);
+  bool take_small(size_t bytes, size_t& offset, Failure& failure);
+  void give_small(size_t offset, size_t bytes);
+  std::map<size_t, size_t>::iterator find_live(const void* p);
+  bool is_detached_locked(size_t offset, size_t bytes) const;
 
   std::mutex mutex_;
   std::shared_ptr<Mapping> mapping_;
@@ -55,12 +84,17 @@ class Heap {
   size_t top_ = 0;  // everything below is reserved
   size_t in_use_ = 0;
   size_t quarantined_ = 0;
-  std::map<size_t, size_t> free_;                // offset -> bytes, no two adjacent
-  std::set<std::pair<size_t, size_t>> by_size_;  // (bytes, offset) of the same ranges
-  std::map<size_t, size_t> live_;                // offset -> bytes of what is handed out
+  // Where in its first page a block of pages begins. It differs from heap to heap, so that the same tensor of different
+  // ranks falls into different sets of the caches, and stores to one do not look like stores to the other.
+  size_t color_ = 0;
+  Ranges pages_, small_;
+  std::map<size_t, size_t> live_;  // offset -> bytes of what is handed out
   // Small blocks given back, by size in units of kAlign, to be handed out again without a search or an allocation.
-  std::array<std::vector<std::map<size_t, size_t>::node_type>, 33> spare_;
-  std::set<size_t> kept_;  // quarantined offsets
+  std::array<std::vector<std::map<size_t, size_t>::node_type>, 32> spare_;
+  std::map<size_t, size_t> detached_;  // offset -> bytes, in whole pages
+  std::atomic<uint64_t> detachments_{0};
+  std::vector<std::byte*> lines_;        // free ones
+  std::atomic<uint32_t> activities_{0};  // a bit for each number in use
 };
 
 // Bytes this process may still take without being refused or killed: least of MemAvailable and every cgroup

@@ -16,6 +16,7 @@
 
 #include "mover.h"
 #include "reduce.h"
+#include "retire.h"
 #include "wait.h"
 
 namespace unisono {
@@ -148,10 +149,10 @@ Doorway::~Doorway() {
   ::close(socket_);
 }
 
-std::unique_ptr<Engine> Doorway::join(std::shared_ptr<Heap> heap, GroupFacts facts, const Token& nonce,
+std::shared_ptr<Engine> Doorway::join(std::shared_ptr<Heap> heap, GroupFacts facts, const Token& nonce,
                                       const std::vector<std::string>& names, Failure& failure) {
   const int size = facts.size, me = facts.rank;
-  sweep_retired_blocks();
+  sweep_retired();
   std::byte* block = Group::make_block(*heap, size, failure);
   if (!block) return nullptr;
   Hello mine{};
@@ -176,9 +177,9 @@ std::unique_ptr<Engine> Doorway::join(std::shared_ptr<Heap> heap, GroupFacts fac
                                     Block(block, size), nullptr,          getpid()};
   std::vector<Knock> knocks;
   int missing = size - 1;
-  auto give_up = [&]() -> std::unique_ptr<Engine> {
+  auto give_up = [&]() -> std::shared_ptr<Engine> {
     for (const Knock& k : knocks) ::close(k.socket);
-    heap->release(block);
+    Group::drop_block(*heap, block);
     return nullptr;
   };
 
@@ -304,10 +305,10 @@ std::unique_ptr<Engine> Doorway::join(std::shared_ptr<Heap> heap, GroupFacts fac
   set_isa(isa);
   facts.cache_bytes = cache;
   facts.crowded = static_cast<double>(size) > std::min(static_cast<double>(processors.count()), quota);
-  return std::make_unique<Engine>(std::make_unique<Group>(std::move(facts), std::move(heap), std::move(peers)));
+  return Engine::open(std::make_unique<Group>(std::move(facts), std::move(heap), std::move(peers)));
 }
 
-std::unique_ptr<Engine> split(Group& parent, const std::vector<int>& members, const std::vector<size_t>& blocks,
+std::shared_ptr<Engine> split(Group& parent, const std::vector<int>& members, const std::vector<size_t>& blocks,
                               GroupFacts facts, Failure& failure) {
   std::vector<Peer> peers;
   for (size_t i = 0; i < members.size(); i++) {
@@ -320,7 +321,7 @@ std::unique_ptr<Engine> split(Group& parent, const std::vector<int>& members, co
     peer.block = Block(peer.heap_base + blocks[i], facts.size);
     peers.push_back(std::move(peer));
   }
-  return std::make_unique<Engine>(std::make_unique<Group>(std::move(facts), parent.heap_ptr(), std::move(peers)));
+  return Engine::open(std::make_unique<Group>(std::move(facts), parent.heap_ptr(), std::move(peers)));
 }
 
 }  // namespace unisono

@@ -22,7 +22,7 @@ class Doorway {
   const std::string& name() const { return name_; }
 
   // Meets all ranks: `names[r]` is rank r's doorway. Fills the facts a group agrees on (crowded, kernels).
-  std::unique_ptr<Engine> join(std::shared_ptr<Heap> heap, GroupFacts facts, const Token& nonce,
+  std::shared_ptr<Engine> join(std::shared_ptr<Heap> heap, GroupFacts facts, const Token& nonce,
                                const std::vector<std::string>& names, Failure& failure);
 
  private:
@@ -33,7 +33,7 @@ class Doorway {
 
 // A group of some of another's ranks, in the order of `members` (its ranks there). `blocks[i]` is the offset of member
 // i's new block in its heap; the caller has exchanged them through the parent.
-std::unique_ptr<Engine> split(Group& parent, const std::vector<int>& members, const std::vector<size_t>& blocks,
+std::shared_ptr<Engine> split(Group& parent, const std::vector<int>& members, const std::vector<size_t>& blocks,
                               GroupFacts facts, Failure& failure);
 
 }  // namespace unisono

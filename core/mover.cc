@@ -33,11 +33,11 @@ bool Mover::all_buffered() const {
 
 const std::byte* Mover::input(int r, int j, size_t count) const {
   if (r == me_) return c_.in_parts ? c_.in_parts[j].ptr : c_.in;
-  const Descriptor& d = descriptor(r);
+  const Request& d = descriptor(r);
   if (!held(r)) return g_.resolve(d.has_table && entry(r, j).in_count ? entry(r, j).in : d.in, bytes(count));
   const std::byte* at = d.input == Holder::inlined ? d.payload
                         : d.input == Holder::slot  ? g_.peer(r).block.slot(c_.seq)
-                                                   : g_.ring_of(r) + d.turn;
+                                                   : g_.rings_[static_cast<size_t>(r)] + d.turn;
   if (c_.verb == Verb::reduce_scatter) {
     for (int k = 0; k < j; k++) at += bytes(c_.in_parts[k].count);
   } else if (c_.verb == Verb::all_to_all || c_.verb == Verb::scatter) {
@@ -48,7 +48,7 @@ const std::byte* Mover::input(int r, int j, size_t count) const {
 
 std::byte* Mover::output(int r, int j, size_t count) const {
   if (r == me_) return c_.out_parts ? c_.out_parts[j].ptr : c_.out;
-  const Descriptor& d = descriptor(r);
+  const Request& d = descriptor(r);
   return g_.resolve(d.has_table && entry(r, j).out_count ? entry(r, j).out : d.out, bytes(count));
 }
 
@@ -65,7 +65,7 @@ bool Mover::find_stages(size_t message, size_t least) {
   depth_ = SIZE_MAX;
   for (int r = 0; r < size_; r++) {
     Stage stage = {g_.peer(r).block.stage(), kStageBytes, piece_, 0};
-    if (in_ring(r)) stage = {g_.ring_of(r), kRingBytes, piece_, descriptor(r).turn / piece_};
+    if (in_ring(r)) stage = {g_.rings_[static_cast<size_t>(r)], kRingBytes, piece_, descriptor(r).turn / piece_};
     if (!stage.base) return false;
     depth_ = std::min(depth_, stage.depth());
     stages_.push_back(stage);
@@ -83,8 +83,11 @@ Code Mover::leave() {
   return g_.await(c_, Phase::exit, c_.seq);
 }
 
-Code Mover::pause(size_t& since) {
-  since = 0;
+Code Mover::look(size_t bytes) {
+  constexpr size_t thorough = 32 << 20;
+  since_ += bytes;
+  if (since_ < thorough && !g_.given_up()) return Code::ok;
+  since_ = 0;
   // A peer that has passed its exit owes nothing any more.
   return g_.health(c_,
                    [&](int r) { return g_.flag_of(r, Phase::exit, c_.seq).load(std::memory_order_acquire) < c_.seq; });

@@ -12,6 +12,8 @@
 
 namespace unisono {
 
+constexpr size_t kWorkBlock = 512 << 10;  // bytes between two looks
+
 class Mover {
  public:
   Mover(Group& group, Call& call) : g_(group), c_(call), size_(group.size()), me_(group.rank()) {}
@@ -22,8 +24,8 @@ class Mover {
   // What a rank published, or holds itself. Part j of a single-part tensor is the tensor.
   const std::byte* input(int r, int j, size_t count) const;
   std::byte* output(int r, int j, size_t count) const;
-  const Descriptor& descriptor(int r) const { return g_.peer(r).block.descriptor(c_.seq); }
-  const TableEntry& entry(int r, int j) const { return g_.peer(r).block.table(c_.seq)[j]; }
+  const Request& descriptor(int r) const { return g_.requests_[static_cast<size_t>(r)]; }
+  const TableEntry& entry(int r, int j) const { return g_.tables_[static_cast<size_t>(r * size_ + j)]; }
   bool buffered(int r) const { return descriptor(r).input != Holder::place; }
   // Whether the input is held in a line or slot, where all ranks see it.
   bool held(int r) const { return buffered(r) && descriptor(r).input != Holder::kept; }
@@ -33,8 +35,10 @@ class Mover {
   bool find_stages(size_t message, size_t least = 0);
   void end_stages(uint64_t pieces);
   const Stage& stage(size_t r) const { return stages_[r]; }
-  Code leave();               // step 6
-  Code pause(size_t& since);  // between blocks of long work: has anything happened?
+  Code leave();  // step 6
+  // Before the next block of long work, after so many bytes of it: has anything happened? A rank that was given up
+  // must see it before it writes to the others' tensors again (Group::withdraw).
+  Code look(size_t bytes);
 
   // copy_verbs.cc: broadcast, all_gather, gather, scatter, all_to_all
   Code copy_buffered();
@@ -47,7 +51,7 @@ class Mover {
   size_t segment(int from, int to) const;                   // elements that go from one rank to another
   const std::byte* segment_source(int from, int to) const;  // null: not visible here
   std::byte* segment_target(int from, int to) const;
-  Code copy_block(std::byte* to, const std::byte* from, size_t bytes, bool stream, size_t& since);
+  Code copy_block(std::byte* to, const std::byte* from, size_t bytes, bool stream);
 
   // reduce_verbs.cc: all_reduce, reduce, reduce_scatter
   struct Span;
@@ -69,6 +73,7 @@ class Mover {
   std::vector<Stage> stages_;
   size_t piece_ = 0;    // bytes of a piece
   uint64_t depth_ = 0;  // pieces that every stage can hold, going in or coming out
+  size_t since_ = 0;    // bytes moved since the last thorough look
 };
 
 // Non-temporal stores pay when what a call reads and writes, on all ranks, does not fit this anyway.

@@ -28,9 +28,16 @@ inline bool check_python_signals() {
   return raised;
 }
 
+// Parts of a message come out of shared memory, where a broken peer may have put anything.
+inline nb::object text_of(const std::string& s) {
+  return nb::steal(PyUnicode_DecodeUTF8(s.data(), static_cast<Py_ssize_t>(s.size()), "replace"));
+}
+
 inline nb::object error_of(const Failure& f, const std::string& group, int rank) {
-  return hooks.make_error(static_cast<int>(f.code), verb_name(f.verb), f.seq, group, rank, nb::cast(f.peers), f.text,
-                          nb::cast(f.lines), f.first_cause);
+  nb::list lines;
+  for (const std::string& line : f.lines) lines.append(text_of(line));
+  return hooks.make_error(static_cast<int>(f.code), verb_name(f.verb), f.seq, text_of(group), rank, nb::cast(f.peers),
+                          text_of(f.text), lines, f.first_cause);
 }
 
 [[noreturn]] inline void raise(const Failure& f, const std::string& group, int rank) {

@@ -68,6 +68,10 @@ void Post::add(std::shared_ptr<Message> message) {
   std::lock_guard lock(mutex_);
   Message& m = *message;
   m.seq = ++count_;
+  if (over_.code != Code::ok) {
+    m.failure = over_;
+    return finish(m);
+  }
   if (m.sending) {
     if (lingering_.size() > kSweepFrom) sweep();
     const bool waits = std::any_of(sends_.begin(), sends_.end(),
@@ -93,8 +97,7 @@ void Post::count() {
   pending_.store(sends_.size() + receives_.size(), std::memory_order_relaxed);
   const auto owed = std::count_if(sends_.begin(), sends_.end(), [&](const auto& m) {
     if (m->started || !m->finished.load(std::memory_order_relaxed)) return false;
-    const auto& link = g_.peer(m->peer).link;
-    return !link || link->look(g_.facts().id) == Link::State::alive;
+    return m->peer == g_.rank() || g_.state_of(m->peer) == PeerState::alive;
   });
   owed_.store(static_cast<size_t>(owed), std::memory_order_relaxed);
 }
@@ -139,33 +142,34 @@ bool Post::step_send(Message& m) {
       return false;
     }
     Letter& letter = mine.letter(m.peer, i);
-    letter.tag = m.tag;
-    letter.bytes = m.bytes;
-    letter.dtype = m.dtype;
-    letter.seq = m.seq;
+    LetterHead& head = letter.head;
+    head.tag = m.tag;
+    head.bytes = m.bytes;
+    head.dtype = m.dtype;
+    head.seq = m.seq;
     letter.filled.store(0, std::memory_order_relaxed);
     Place place = m.bytes > kEager ? g_.locate(m.data, m.bytes) : Place{};
     if (m.bytes <= sizeof letter.payload) {
-      letter.kind = static_cast<uint8_t>(LetterKind::inlined);
+      head.kind = static_cast<uint8_t>(LetterKind::inlined);
       if (m.bytes) std::memcpy(letter.payload, m.data, m.bytes);
     } else if (place) {
-      letter.kind = static_cast<uint8_t>(LetterKind::place);
-      letter.place = place;
+      head.kind = static_cast<uint8_t>(LetterKind::place);
+      head.place = place;
     } else {
-      letter.kind = static_cast<uint8_t>(LetterKind::staged);
+      head.kind = static_cast<uint8_t>(LetterKind::staged);
       m.buffer = arena_.take(std::min(m.bytes, kBuffer), m.failure);
       if (!m.buffer) {
         finish(m);
         return true;
       }
-      letter.place = g_.locate(m.buffer, std::min(m.bytes, kBuffer));
+      head.place = g_.locate(m.buffer, std::min(m.bytes, kBuffer));
     }
     m.started = true;
     m.letter = i;
     holders_[to][i % ring] = 1;
     next_out_[to]++;
     g_.publish(letter.posted, i + 1);
-    if (letter.kind == static_cast<uint8_t>(LetterKind::inlined)) {
+    if (head.kind == static_cast<uint8_t>(LetterKind::inlined)) {
       holders_[to][i % ring] = 0;
       finish(m);
       return true;
@@ -175,10 +179,12 @@ bool Post::step_send(Message& m) {
   Reply& reply = theirs.reply(me, m.letter);
   bool done = reply.done.load(std::memory_order_acquire) > m.letter;
   if (done && reply.error) {
+    const auto wanted =
+        static_cast<DType>(std::min<uint64_t>(reply.wanted_dtype, static_cast<uint64_t>(DType::count_)));
     fail(m.failure, Code::mismatch,
          "rank " + std::to_string(m.peer) + " expected " + std::to_string(reply.wanted_bytes) + " bytes of " +
-             dtype_name(static_cast<DType>(reply.wanted_dtype)) + ", rank " + std::to_string(me) + " sent " +
-             std::to_string(m.bytes) + " bytes of " + dtype_name(m.dtype),
+             dtype_name(wanted) + ", rank " + std::to_string(me) + " sent " + std::to_string(m.bytes) + " bytes of " +
+             dtype_name(m.dtype),
          {m.peer});
     if (m.buffer) arena_.give(m.buffer);
     holders_[to][m.letter % ring] = 0;
@@ -213,15 +219,22 @@ bool Post::step_send(Message& m) {
   return moved;
 }
 
+// Read once: the sender can change it at any time.
+LetterHead Post::head_of(int from, uint64_t i) const {
+  LetterHead head = g_.peer(from).block.letter(g_.rank(), i).head;
+  asm volatile("" : "+m"(head) : : "memory");
+  return head;
+}
+
 bool Post::posted(int from, uint64_t i) const {
   return g_.peer(from).block.letter(g_.rank(), i).posted.load(std::memory_order_acquire) == i + 1;
 }
 
-void Post::refuse(Message& m, const Letter& letter) {
+void Post::refuse(Message& m) {
   fail(m.failure, Code::mismatch,
        "expected " + std::to_string(m.bytes) + " bytes of " + dtype_name(m.dtype) + " from rank " +
-           std::to_string(m.source) + ", which sent " + std::to_string(letter.bytes) + " bytes of " +
-           dtype_name(letter.dtype),
+           std::to_string(m.source) + ", which sent " + std::to_string(m.head.bytes) + " bytes of " +
+           dtype_name(m.head.dtype),
        {m.source});
   Reply& reply = g_.peer(g_.rank()).block.reply(m.source, m.letter);
   reply.error = 1;
@@ -231,14 +244,22 @@ void Post::refuse(Message& m, const Letter& letter) {
 
 // Binds a receive to letter i of `from`.
 bool Post::take(Message& m, int from, uint64_t i) {
-  Letter& letter = g_.peer(from).block.letter(g_.rank(), i);
+  m.head = head_of(from, i);
   m.source = from;
   m.letter = i;
   m.started = true;
   taken_[static_cast<size_t>(from)][i % taken_[0].size()] = 1;
   g_.peer(g_.rank()).block.reply(from, i).error = 0;
-  if (letter.bytes != m.bytes || letter.dtype != m.dtype) refuse(m, letter);
+  if (m.head.bytes != m.bytes || m.head.dtype != m.dtype) refuse(m);
   return true;
+}
+
+// After reading the sender's memory: a sender that has given up or left may have used it for something else meanwhile.
+// The loads before the fence come before those behind it; the sender says that it is out before it touches its memory.
+bool Post::withdrawn(const Message& m) const {
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return m.source != g_.rank() && (g_.peer(m.source).block.abort().code.load(std::memory_order_acquire) ||
+                                   g_.state_of(m.source) == PeerState::left);
 }
 
 // The letters of `from` that this step may look at end here. All receives of a step see the same ones, or a letter that
@@ -258,7 +279,7 @@ bool Post::match(Message& m) {
     int from = m.peer >= 0 ? m.peer : (g_.rank() + k) % g_.size();
     uint64_t first = next_in_[static_cast<size_t>(from)], ring = taken_[0].size(), end = seen(from);
     for (uint64_t i = first; i < end; i++)
-      if (!taken_[static_cast<size_t>(from)][i % ring] && g_.peer(from).block.letter(g_.rank(), i).tag == m.tag)
+      if (!taken_[static_cast<size_t>(from)][i % ring] && g_.peer(from).block.letter(g_.rank(), i).head.tag == m.tag)
         return take(m, from, i);
     if (m.peer >= 0) break;
   }
@@ -294,14 +315,14 @@ void Post::take_unasked(int from) {
   if (taken_[static_cast<size_t>(from)][first % ring]) return;
   for (uint64_t i = first; i < first + ring; i++)
     if (!posted(from, i)) return;  // there is still room for what may be asked for
-  const Letter& letter = g_.peer(from).block.letter(g_.rank(), first);
+  const LetterHead head = head_of(from, first);
   auto held = std::make_shared<Message>();
   held->peer = from;
-  held->tag = letter.tag;
-  held->bytes = letter.bytes;
-  held->dtype = letter.dtype;
-  if (letter.bytes > g_.peer(from).heap_capacity) return;  // impossible; the receive will time out
-  held->owned.reset(new (std::nothrow) std::byte[letter.bytes + 1]);
+  held->tag = head.tag;
+  held->bytes = head.bytes;
+  held->dtype = head.dtype;
+  if (head.bytes > g_.peer(from).heap_capacity) return;  // impossible; the receive will time out
+  held->owned.reset(new (std::nothrow) std::byte[head.bytes + 1]);
   if (!held->owned) return;
   held->data = held->owned.get();
   take(*held, from, first);
@@ -320,21 +341,24 @@ bool Post::step_receive(Message& m) {
   Letter& letter = g_.peer(m.source).block.letter(g_.rank(), m.letter);
   Reply& reply = g_.peer(g_.rank()).block.reply(m.source, m.letter);
   bool over = m.failure.code != Code::ok, moved = false;
-  if (!over && letter.kind == static_cast<uint8_t>(LetterKind::inlined)) {
+  if (!over && m.head.kind == static_cast<uint8_t>(LetterKind::inlined)) {
     if (m.bytes > sizeof letter.payload)
       fail(m.failure, Code::system, "a letter says more than it can hold", {m.source});
     else if (m.bytes)
       std::memcpy(m.data, letter.payload, m.bytes);
     over = true;
   } else if (!over) {
-    const bool staged = letter.kind == static_cast<uint8_t>(LetterKind::staged);
+    const bool staged = m.head.kind == static_cast<uint8_t>(LetterKind::staged);
     const size_t room = staged ? std::min(m.bytes, kBuffer) : m.bytes;
-    const std::byte* from = g_.resolve(letter.place, room);
+    const std::byte* from = g_.resolve(m.head.place, room);
     if (!from) {
       fail(m.failure, Code::system, "a letter names an impossible place", {m.source});
       over = true;
     } else if (!staged) {
       copy_bytes(m.data, from, m.bytes);
+      if (withdrawn(m))
+        fail(m.failure, Code::peer_lost, "rank " + std::to_string(m.source) + " gave up while its message was read",
+             {m.source});
       over = true;
     } else {
       size_t filled = std::min<size_t>(letter.filled.load(std::memory_order_acquire), m.bytes);
@@ -392,12 +416,12 @@ bool Post::advance() {
 
 void Post::fail_all(const Failure& failure) {
   std::lock_guard lock(mutex_);
+  if (over_.code == Code::ok) over_ = failure;
   for (auto* list : {&sends_, &receives_}) {
     for (auto& m : *list) {
       if (m->buffer) lingering_.push_back({m->peer, m->letter, m->buffer});
       if (m->finished.load(std::memory_order_relaxed)) continue;  // over for its sender, it only waited for a letter
       m->failure = failure;
-      g_.heap().quarantine(m->data);
       finish(*m);
     }
     list->clear();
@@ -423,9 +447,7 @@ Code Post::wait(const std::shared_ptr<Message>& message, Call& call) {
         if (m.finished.load(std::memory_order_acquire)) return false;
         if (m.peer >= 0) return m.peer == r;
         // From anyone: one who left owes nothing while another is still here.
-        auto left = [&](int p) {
-          return p == g_.rank() || (g_.peer(p).link && g_.peer(p).link->look(g_.facts().id) == Link::State::left);
-        };
+        auto left = [&](int p) { return p == g_.rank() || g_.state_of(p) == PeerState::left; };
         if (!left(r)) return true;
         for (int p = 0; p < g_.size(); p++)
           if (!left(p)) return false;

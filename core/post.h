@@ -36,6 +36,7 @@ struct Message {
   friend class Post;
   bool started = false;
   uint64_t letter = 0;
+  LetterHead head{};  // of a receive: what its letter said when it was taken
   size_t moved = 0;
   std::byte* buffer = nullptr;         // staged sends
   std::unique_ptr<std::byte[]> owned;  // of receives nobody asked for yet, and of sends that wait for a letter
@@ -78,7 +79,7 @@ class Post {
   size_t pending() const { return pending_.load(std::memory_order_relaxed); }
   // Sends that are over for their callers and still wait for a free letter, to peers that may yet make one free.
   size_t owed() const { return owed_.load(std::memory_order_relaxed); }
-  // Ends every pending message with this failure.
+  // Ends every pending message with this failure, and every later one.
   void fail_all(const Failure& failure);
 
  private:
@@ -98,8 +99,10 @@ class Post {
   void take_unasked(int from);
   bool take(Message& m, int from, uint64_t i);
   void finish(Message& m);
-  void refuse(Message& m, const Letter& letter);
+  void refuse(Message& m);
+  bool withdrawn(const Message& m) const;
   void sweep();
+  LetterHead head_of(int from, uint64_t i) const;
   bool posted(int from, uint64_t i) const;
   void count();
 
@@ -118,6 +121,7 @@ class Post {
   std::vector<Seen> seen_;  // per peer: in which step we looked for letters, and the first that was not there
   uint64_t steps_ = 0;
   uint64_t count_ = 0;
+  Failure over_;  // what fail_all was called with
   std::atomic<size_t> pending_{0}, owed_{0};
 };
 

@@ -19,7 +19,6 @@
 namespace unisono {
 namespace {
 
-constexpr size_t kBlock = 1 << 20;         // elements between two looks at the group's health
 constexpr size_t kStagedBlock = 16 << 10;  // bytes that are reduced, then copied to the stage from the first cache
 
 }  // namespace
@@ -69,7 +68,7 @@ Code Mover::reduce_shared() {
   std::vector<std::byte*> out(spans.size() * ranks);
   std::vector<uint8_t> in_hidden(ranks), out_hidden(ranks);
   for (int r = 0; r < size_; r++) {
-    const Descriptor& d = descriptor(r);
+    const Request& d = descriptor(r);
     for (size_t s = 0; s < spans.size(); s++) {
       const size_t n = spans[s].count;
       const int j = static_cast<int>(s);
@@ -124,7 +123,6 @@ Code Mover::reduce_shared() {
     }
   };
 
-  size_t since = 0;
   std::vector<const void*> src(ranks);
   std::vector<void*> dst;
   Code code = Code::ok;
@@ -143,12 +141,14 @@ Code Mover::reduce_shared() {
     each(p, 0, share(n, self), put);
     each(p, share(n, self + 1), n, put);
   };
-  const size_t block = any_out && c_.past_caches ? kStagedBlock / element_ : kBlock;
+  const size_t block = (any_out && c_.past_caches ? kStagedBlock : kWorkBlock) / element_;
   auto reduce_piece = [&](uint64_t p) {
     size_t n = piece_count(p);
     each(p, share(n, self), share(n, self + 1), [&](size_t s, size_t element, size_t at, size_t count) {
-      for (size_t done = 0; done < count && code == Code::ok; done += block) {
+      for (size_t done = 0; done < count; done += block) {
         size_t part = std::min(block, count - done);
+        if (code == Code::ok) code = look(bytes(part) * ranks);
+        if (code != Code::ok) return;
         for (size_t r = 0; r < ranks; r++) {
           bool from_stage = r != self && in_hidden[r];
           src[r] = from_stage ? stage(r).in(p) + bytes(at + done) : in[s * ranks + r] + bytes(element + done);
@@ -168,8 +168,6 @@ Code Mover::reduce_shared() {
         bool past = to_stage ? c_.past_caches && !copy_later : stream;
         unisono::reduce({c_.dtype, c_.op, part, src.data(), ranks, dst.data(), dst.size(), factors.data(), past});
         if (copy_later) copy_stream(staged_at, dst[0], bytes(part));  // from the first cache
-        since += bytes(part) * ranks;
-        if (since >= (32 << 20)) code = pause(since);
       }
     });
   };

@@ -3,7 +3,9 @@
 // The core never throws across its own borders; pending.h turns a Failure into an exception, once.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -41,6 +43,16 @@ inline Code fail(Failure& failure, Code code, std::string text, std::vector<int>
   failure.text = std::move(text);
   failure.peers = std::move(peers);
   return code;
+}
+
+// Copies `text` into an array of `room` bytes, with a zero at its end; what does not fit is cut between two characters,
+// so that the reader's UTF-8 decoder never meets half of one.
+inline void copy_text(char* to, size_t room, const std::string& text) {
+  size_t n = std::min(text.size(), room - 1);
+  if (n < text.size())
+    while (n > 0 && (static_cast<unsigned char>(text[n]) & 0xc0) == 0x80) n--;
+  std::memcpy(to, text.data(), n);
+  std::memset(to + n, 0, room - n);
 }
 
 }  // namespace unisono

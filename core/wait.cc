@@ -91,6 +91,20 @@ void Group::part_ways() {
   note_processor();
 }
 
+bool Group::given_up() const {
+  if (stopped_.load(std::memory_order_acquire)) return true;
+  for (const Peer& p : peers_)
+    if (p.block.abort().code.load(std::memory_order_acquire)) return true;
+  return false;
+}
+
+void Group::tell_waiting(const Call& call, Patience& patience) {
+  patience.told = true;
+  Waiting what{patience.begin_ns, call.seq, call.tag, static_cast<int32_t>(call.correspondent), call.verb, {}};
+  copy_text(what.group, sizeof what.group, facts_.name);
+  patience.activity = heap_->begin_activity(what);
+}
+
 bool Group::rest(Call& call, Patience& patience, const Flag* sleep_on, uint64_t seen) {
   if (patience.begin_ns == 0) {
     patience.begin_ns = patience.last_look_ns = now_ns();
@@ -120,6 +134,7 @@ bool Group::rest(Call& call, Patience& patience, const Flag* sleep_on, uint64_t 
     return true;
   }
   if (now - patience.last_look_ns < kLookEvery) return false;
+  if (!patience.told) tell_waiting(call, patience);
   patience.last_look_ns = now;
   return true;
 }
@@ -143,7 +158,7 @@ Code Group::await_slow(Call& call, Phase phase, uint64_t target, int r, const ui
       if (flag.load(std::memory_order_acquire) >= target) return Code::ok;
       pause_cpu();
     }
-  Patience patience;
+  Patience patience(*heap_);
   for (;;) {
     uint64_t seen = flag.load(std::memory_order_acquire);
     if (seen >= target) return Code::ok;

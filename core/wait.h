@@ -17,6 +17,13 @@
 namespace unisono {
 
 struct Group::Patience {
+  explicit Patience(Heap& h) : heap(h) {}
+  ~Patience() { heap.end_activity(activity); }
+  Patience(const Patience&) = delete;
+  Patience& operator=(const Patience&) = delete;
+  Heap& heap;
+  int activity = -1;  // its number, once the wait has lasted so long that peers may want to know of it
+  bool told = false;
   int64_t begin_ns = 0;
   int64_t last_look_ns = 0;
   int64_t sleep_ns = 1'000'000;
@@ -29,21 +36,23 @@ Code Group::health(Call& call, Owes owes) {
   std::vector<int> gone;
   for (int r = 0; r < size(); r++) {
     if (r == rank()) continue;
-    AbortLine& line = peer(r).block.abort();
+    const AbortLine& line = peer(r).block.abort();
     uint64_t code = line.code.load(std::memory_order_acquire);  // pairs with Group::abort's release
     if (code && code < static_cast<uint64_t>(Code::count_) && (line.seq <= call.seq || owes(r))) {
       std::vector<int> about;
-      for (int p : line.peers)
+      int32_t named[std::size(line.peers)];
+      std::memcpy(named, line.peers, sizeof named);
+      for (int p : named)
         if (p >= 0 && p < size()) about.push_back(p);
       if (about.empty()) about.push_back(r);
       if (static_cast<Code>(code) == Code::peer_lost) return lost(call, about);
-      std::string words(line.text, strnlen(line.text, sizeof line.text));
+      std::string words(line.text, sizeof line.text);
+      words.resize(strnlen(words.data(), words.size()));
       Code kind = static_cast<Code>(code) == Code::interrupted ? Code::aborted : static_cast<Code>(code);
       if (words.find("(reported by") == std::string::npos) words += " (reported by rank " + std::to_string(r) + ")";
       return break_with(call, kind, words, about);
     }
-    const auto& link = peer(r).link;
-    if (link && owes(r) && link->look(facts_.id) != Link::State::alive && owes(r)) gone.push_back(r);
+    if (owes(r) && state_of(r) != PeerState::alive && owes(r)) gone.push_back(r);
   }
   if (!gone.empty()) return lost(call, gone);
   if (int64_t now = now_ns(); call.deadline_ns == 0) {
@@ -61,7 +70,7 @@ Code Group::health(Call& call, Owes owes) {
 
 template <class Ready, class Owes>
 Code Group::await_until(Call& call, Ready ready, Owes owes, const Flag* sleep_on, uint64_t seen) {
-  Patience patience;
+  Patience patience(*heap_);
   while (!ready()) {
     if (!rest(call, patience, sleep_on, seen)) continue;
     if (Code code = health(call, owes); code != Code::ok) return code;

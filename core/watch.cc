@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstring>
 #include <fstream>
+#include <vector>
 
 namespace unisono {
 namespace {
@@ -29,11 +30,6 @@ void after_fork_child() {
   registry.clear();
   registry_mutex.unlock();
 }
-
-struct Farewell {
-  uint64_t group;
-  char reason[120];
-};
 
 }  // namespace
 
@@ -57,35 +53,14 @@ void Link::close_in_child() {
   socket_ = -1;
 }
 
-Link::State Link::look(uint64_t group, std::string* reason) {
+bool Link::hung_up() {
   std::lock_guard lock(mutex_);
-  while (!hung_up_ && socket_ >= 0) {
-    Farewell note;
-    ssize_t n = recv(socket_, &note, sizeof note, MSG_DONTWAIT);
-    if (n == static_cast<ssize_t>(sizeof note)) {
-      note.reason[sizeof note.reason - 1] = 0;
-      left_.emplace_back(note.group, note.reason);
-    } else if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
-      break;
-    } else if (n < 0 && errno == ECONNRESET && !reset_) {
-      reset_ = true;  // said once when the peer left our words unread; what it said itself may still come
-    } else {
-      hung_up_ = true;  // end of file, or a message we did not send
-    }
+  if (!hung_up_ && socket_ >= 0) {
+    char none;
+    ssize_t n = recv(socket_, &none, sizeof none, MSG_DONTWAIT);
+    hung_up_ = n >= 0 || (errno != EAGAIN && errno != EINTR);  // end of file, an error, or words nobody says here
   }
-  for (const auto& [id, why] : left_)
-    if (id == group || id == 0) {
-      if (reason) *reason = why;
-      return State::left;
-    }
-  return hung_up_ ? State::died : State::alive;
-}
-
-void Link::say_left(uint64_t group, const std::string& reason) {
-  Farewell note{group, {}};
-  std::strncpy(note.reason, reason.c_str(), sizeof note.reason - 1);
-  std::lock_guard lock(mutex_);
-  if (socket_ >= 0) (void)!send(socket_, &note, sizeof note, MSG_DONTWAIT | MSG_NOSIGNAL);
+  return hung_up_;
 }
 
 bool is_dying(pid_t pid) {

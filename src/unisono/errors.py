@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
 from collections.abc import Sequence
 
 from torch.distributed import DistBackendError
@@ -113,16 +112,11 @@ def make_error(
     if first_cause and kind is not ClosedError and kind is not ForkedError:
         head += "\n  the group was given up by this error; make a new group to go on"
     if kind is MismatchError and lines:
-        usual, _ = Counter(_without_site(line) for line in lines).most_common(1)[0]
         for r, line in enumerate(lines):
-            head += f"\n  rank {r}   {line}" + ("" if _without_site(line) == usual else "   <- differs")
+            head += f"\n  rank {r}   {line}" + ("   <- differs" if r in peers else "")
     else:
         for line in lines:
             head += "\n  " + line
     error = kind(head)
     error.op, error.seq, error.group, error.rank, error.peers = op, seq, group, rank, tuple(peers)
     return error
-
-
-def _without_site(line: str) -> str:
-    return line.rsplit("   ", 1)[0]

@@ -159,10 +159,17 @@ class Group:
         # Every rank shows what it wants, where its control block is, and a number nobody had before.
         mine = torch.tensor([_number(members, name), block, secrets.randbits(62)], dtype=torch.int64)
         shown = torch.empty(self.size, 3, dtype=torch.int64)
-        self.all_gather(shown, mine)
+        comm = self._comm
+        try:
+            self.all_gather(shown, mine)
+        except BaseException as error:
+            # It may have gone well on other members: they learn that this rank does not come.
+            if members:
+                comm.drop_block(block, members.index(self.rank), f"rank {self.rank} could not join the split: {error}")
+            raise
         differing = [r for r in members if shown[r, 0] != mine[0]]
         if differing:
-            self._comm.drop_block(block)
+            comm.drop_block(block, 0, None)
             error = MismatchError(
                 f'split of group "{self.name}": ranks {differing} gave other ranks or another name than '
                 f"rank {self.rank}, which gave {members}"
@@ -174,8 +181,12 @@ class Group:
         blocks = [int(shown[r, 1]) for r in members]
         identity = _number(self._comm.id, shown.tolist(), members) | 1
         limit = self.timeout_s if timeout_s is None else timeout_s
-        comm = self._comm.split(members, blocks, members.index(self.rank), child, identity, limit)
-        return Group(comm, [self.ranks[r] for r in members], limit)
+        try:
+            made = comm.split(members, blocks, members.index(self.rank), child, identity, limit)
+        except BaseException as error:
+            comm.drop_block(block, members.index(self.rank), f"rank {self.rank} could not join the split: {error}")
+            raise
+        return Group(made, [self.ranks[r] for r in members], limit)
 
     def close(self) -> None:
         """Leaves the group. Pending calls end with an error, the others learn that this rank left. Twice is fine."""

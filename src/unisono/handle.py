@@ -55,7 +55,10 @@ class Handle:
             raise CollectiveTimeoutError(f"{self._op}: not done after {limit_s:g} s of waiting; the call goes on")
         error = self._pending.error()
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # the traceback holds this frame: with it here, the group would live until the collector runs
 
     def is_completed(self) -> bool:
         """Says whether the call is over, well or not."""

@@ -157,7 +157,7 @@ void test_finishing() {
 
 // ---- the verb
 
-std::vector<std::unique_ptr<Engine>> make_engines(int size, bool crowded) {
+std::vector<std::shared_ptr<Engine>> make_engines(int size, bool crowded) {
   Failure failure;
   std::vector<std::shared_ptr<Heap>> heaps;
   std::vector<std::byte*> blocks;
@@ -166,15 +166,14 @@ std::vector<std::unique_ptr<Engine>> make_engines(int size, bool crowded) {
     if (!heaps.back()) std::fprintf(stderr, "%s\n", failure.text.c_str()), std::exit(1);
     blocks.push_back(Group::make_block(*heaps.back(), size, failure));
   }
-  std::vector<std::unique_ptr<Engine>> engines;
+  std::vector<std::shared_ptr<Engine>> engines;
   for (int r = 0; r < size; r++) {
     std::vector<Peer> peers;
     for (size_t p = 0; p < heaps.size(); p++)
       peers.push_back(
           {heaps[p]->base(), heaps[p]->capacity(), heaps[p]->mapping(), Block(blocks[p], size), nullptr, 0});
     GroupFacts facts{r, size, "threads", 1, 60'000'000'000, crowded};
-    engines.push_back(
-        std::make_unique<Engine>(std::make_unique<Group>(facts, heaps[static_cast<size_t>(r)], std::move(peers))));
+    engines.push_back(Engine::open(std::make_unique<Group>(facts, heaps[static_cast<size_t>(r)], std::move(peers))));
   }
   return engines;
 }

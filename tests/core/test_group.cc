@@ -29,7 +29,7 @@ struct Rank {
   std::byte* block = nullptr;
 };
 
-std::vector<std::unique_ptr<Engine>> make_engines(int size, bool crowded, int64_t timeout_ns = 60'000'000'000) {
+std::vector<std::shared_ptr<Engine>> make_engines(int size, bool crowded, int64_t timeout_ns = 60'000'000'000) {
   std::vector<Rank> ranks(static_cast<size_t>(size));
   Failure failure;
   for (Rank& r : ranks) {
@@ -37,20 +37,20 @@ std::vector<std::unique_ptr<Engine>> make_engines(int size, bool crowded, int64_
     if (!r.heap) std::fprintf(stderr, "%s\n", failure.text.c_str()), std::exit(1);
     r.block = Group::make_block(*r.heap, size, failure);
   }
-  std::vector<std::unique_ptr<Engine>> engines;
+  std::vector<std::shared_ptr<Engine>> engines;
   for (int r = 0; r < size; r++) {
     std::vector<Peer> peers;
     for (const Rank& p : ranks)
       peers.push_back({p.heap->base(), p.heap->capacity(), p.heap->mapping(), Block(p.block, size), nullptr, 0});
     GroupFacts facts{r, size, "threads", 1, timeout_ns, crowded};
     engines.push_back(
-        std::make_unique<Engine>(std::make_unique<Group>(facts, ranks[static_cast<size_t>(r)].heap, std::move(peers))));
+        Engine::open(std::make_unique<Group>(facts, ranks[static_cast<size_t>(r)].heap, std::move(peers))));
   }
   return engines;
 }
 
 template <class F>
-void on_all_ranks(std::vector<std::unique_ptr<Engine>>& engines, F f) {
+void on_all_ranks(std::vector<std::shared_ptr<Engine>>& engines, F f) {
   std::vector<std::thread> threads;
   for (size_t r = 0; r < engines.size(); r++) threads.emplace_back([&, r] { f(*engines[r], static_cast<int>(r)); });
   for (auto& t : threads) t.join();
