@@ -124,9 +124,11 @@ std::byte* Group::make_block(Heap& heap, int size, Failure& failure) {
 }
 
 void Group::drop_block(Heap& heap, std::byte* base) {
-  Membership* line = membership_of(Block(base, 1), heap.base(), heap.capacity());
-  line->use.store(Block(base, 1).membership_use() + 1, std::memory_order_release);  // whoever still looks: it is over
-  heap.give_line(reinterpret_cast<std::byte*>(line));
+  // Peers can write to the block, so even what this process wrote there is looked at before it is used.
+  if (Membership* line = membership_of(Block(base, 1), heap.base(), heap.capacity())) {
+    line->use.store(Block(base, 1).membership_use() + 1, std::memory_order_release);  // whoever still looks: it is over
+    heap.give_line(reinterpret_cast<std::byte*>(line));
+  }
   heap.release(base);
 }
 
@@ -248,6 +250,7 @@ void Group::close(const std::string& reason) {
     }
   }
   Membership* line = membership_of(mine_, heap_->base(), heap_->capacity());
+  if (!line) return;
   copy_text(line->reason, sizeof line->reason, reason);
   line->left.store(mine_.membership_use(), std::memory_order_release);  // pairs with state_of
 }

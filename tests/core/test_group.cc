@@ -331,6 +331,60 @@ void test_callbacks_that_wait(int size) {
   });
 }
 
+// Calls and messages are asked for while the group closes: every ticket ends, once, and nobody writes to it twice.
+void test_submit_against_close(int rounds) {
+  for (int round = 0; round < rounds; round++) {
+    auto engines = make_engines(2, true);
+    on_all_ranks(engines, [&](Engine& engine, int me) {
+      std::vector<std::thread> threads;
+      std::atomic<int> ended{0};
+      constexpr int kThreads = 3, kCalls = 20;
+      std::vector<std::vector<std::shared_ptr<Ticket>>> tickets(kThreads);
+      for (int t = 0; t < kThreads; t++)
+        threads.emplace_back([&, t] {
+          for (int i = 0; i < kCalls; i++) {
+            auto ticket = std::make_shared<Ticket>();
+            ticket->call.verb = Verb::barrier;
+            if (i % 3 == 2) {
+              ticket->call.verb = Verb::recv;
+              ticket->message = std::make_shared<Message>();
+              ticket->message->peer = 1 - me;
+            }
+            ticket->on_done = [&] { ended++; };
+            tickets[static_cast<size_t>(t)].push_back(ticket);
+            engine.submit(ticket);
+          }
+        });
+      if (round % 2) std::this_thread::yield();
+      engine.close("enough");
+      for (auto& thread : threads) thread.join();
+      bool interrupted;
+      for (auto& list : tickets)
+        for (auto& ticket : list) engine.wait(*ticket, 0, false, interrupted);
+      for (int i = 0; i < 2000 && ended != kThreads * kCalls; i++)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));  // a callback may still be on its way
+      expect(ended == kThreads * kCalls, "callbacks", me, static_cast<size_t>(ended));
+    });
+  }
+}
+
+// The last user of an engine lets go of it in a callback of its own progress thread.
+void test_callback_that_drops_the_engine() {
+  for (int round = 0; round < 20; round++) {
+    auto engines = make_engines(1, false);
+    std::promise<void> over;
+    auto ticket = std::make_shared<Ticket>();
+    std::shared_ptr<Engine> last = std::move(engines[0]);
+    Engine& engine = *last;
+    ticket->on_done = [&over, last = std::move(last)]() mutable {
+      last.reset();
+      over.set_value();
+    };
+    engine.submit(ticket);
+    expect(over.get_future().wait_for(std::chrono::seconds(20)) == std::future_status::ready, "dropped", 0);
+  }
+}
+
 void test_giving_up(int size) {
   auto engines = make_engines(size, false);
   on_all_ranks(engines, [&](Engine& engine, int me) {
@@ -378,6 +432,8 @@ int main() {
   test_in_flight(3);
   test_callbacks_that_wait(2);
   test_callbacks_that_wait(3);
+  test_submit_against_close(40);
+  test_callback_that_drops_the_engine();
   test_giving_up(3);
   test_mismatch_and_timeout(3);
   std::printf("%d passed, %d failed\n", passed.load(), failed.load());

@@ -1,0 +1,189 @@
+// A peer that breaks every rule: it publishes descriptors, tables and letters and changes them while the other rank
+// reads them. The sound rank may get any error or any values, but it must come back and touch only its own memory.
+//
+// Rank 0 is real; rank 1 is this file, which writes into rank 1's block by hand. Two threads: one publishes and flips,
+// one makes the calls. Races are the point, so the thread sanitizer does not run this.
+#include <cstdio>
+#include <random>
+#include <thread>
+
+#include "engine.h"
+
+using namespace unisono;
+
+namespace {
+
+struct World {
+  std::shared_ptr<Heap> heaps[2];
+  std::byte* blocks[2];
+};
+
+std::shared_ptr<Engine> join(World& world) {
+  Failure failure;
+  std::vector<Peer> peers;
+  for (int r = 0; r < 2; r++) {
+    world.blocks[r] = Group::make_block(*world.heaps[r], 2, failure);
+    if (!world.blocks[r]) std::printf("%s\n", failure.text.c_str()), std::exit(1);
+    peers.push_back({world.heaps[r]->base(), world.heaps[r]->capacity(), world.heaps[r]->mapping(),
+                     Block(world.blocks[r], 2), nullptr, 0});
+  }
+  GroupFacts facts{0, 2, "hostile", 1, 50'000'000, true};
+  return Engine::open(std::make_unique<Group>(facts, world.heaps[0], std::move(peers)));
+}
+
+uint64_t any_number(std::mt19937_64& dice) {
+  switch (dice() % 6) {
+    case 0:
+      return dice() % 100;
+    case 1:
+      return dice() % (1 << 20);
+    case 2:
+      return ~uint64_t{0} - dice() % 100;
+    case 3:
+      return uint64_t{1} << dice() % 64;
+    case 4:
+      return uint64_t{1} << 63 | (dice() % 3) << 48 | dice() % (size_t{64} << 20);  // a place
+    default:
+      return dice();
+  }
+}
+
+// Publishes what a sound rank would, then changes one field after another until told to stop.
+void attack(const Block& block, uint64_t seq, Verb verb, int root, size_t count, std::mt19937_64& dice,
+            const std::atomic<bool>& stop) {
+  Descriptor& d = block.descriptor(seq);
+  TableEntry* table = block.table(seq);
+  auto sound = [&] {
+    d.said.verb = verb;
+    d.said.dtype = DType::f32;
+    d.said.op = verb == Verb::all_reduce || verb == Verb::reduce_scatter ? RedOp::sum : RedOp::none;
+    d.said.root = static_cast<int16_t>(root);
+    d.said.count = count;
+    d.said.input = static_cast<Holder>(dice() % 5);
+    d.said.has_table = 1;
+    d.said.has_ring = 1;
+    for (int r = 0; r < 2; r++) table[r] = {Place::at(1, 4096), Place::at(1, 8192), count, count};
+  };
+  sound();
+  d.seq.store(seq, std::memory_order_release);
+  for (int i = 1; i < static_cast<int>(Phase::count_); i++)
+    block.flag(static_cast<Phase>(i)).store(seq, std::memory_order_release);
+  while (!stop.load(std::memory_order_relaxed)) {
+    volatile uint64_t* words[] = {&d.said.count,      &d.said.turn,        &d.said.in.word,    &d.said.out.word,
+                                  &table[0].in_count, &table[0].out_count, &table[1].in_count, &table[1].out_count,
+                                  &table[0].in.word,  &table[0].out.word,  &table[1].in.word,  &table[1].out.word};
+    for (int i = 0; i < 50; i++) {
+      *words[dice() % std::size(words)] = any_number(dice);
+      if (dice() % 4 == 0) *const_cast<volatile Holder*>(&d.said.input) = static_cast<Holder>(dice() % 7);
+      if (dice() % 8 == 0) block.ring_offset().store(any_number(dice), std::memory_order_relaxed);
+    }
+    sound();
+  }
+}
+
+void test_collectives() {
+  World world;
+  Failure failure;
+  for (auto& heap : world.heaps) heap = Heap::create(failure);
+  std::mt19937_64 dice(1);
+  int codes[static_cast<int>(Code::count_)] = {};
+  for (int round = 0; round < 400; round++) {
+    auto engine = join(world);
+    const Verb verbs[] = {Verb::gather,         Verb::scatter,    Verb::all_to_all, Verb::all_gather,
+                          Verb::reduce_scatter, Verb::all_reduce, Verb::broadcast};
+    const Verb verb = verbs[dice() % std::size(verbs)];
+    const bool rooted = verb == Verb::gather || verb == Verb::scatter || verb == Verb::broadcast;
+    const int root = rooted ? static_cast<int>(dice() % 2) : -1;
+    const size_t count = dice() % 2 ? 10 : 5000;
+    auto* in = static_cast<std::byte*>(world.heaps[0]->allocate(2 * count * 4, failure));
+    auto* out = static_cast<std::byte*>(world.heaps[0]->allocate(2 * count * 4 + 64, failure));
+    std::memset(static_cast<void*>(out), 7, 2 * count * 4 + 64);
+    std::atomic<bool> stop{false};
+    std::thread enemy([&, seed = dice()] {
+      std::mt19937_64 own(seed);
+      attack(Block(world.blocks[1], 2), 1, verb, root, count, own, stop);
+    });
+    const std::vector<Part> ins{{in, count}, {in + count * 4, count}}, outs{{out, count}, {out + count * 4, count}};
+    Call call;
+    call.verb = verb;
+    call.dtype = DType::f32;
+    call.op = verb == Verb::all_reduce || verb == Verb::reduce_scatter ? RedOp::sum : RedOp::none;
+    call.root = root;
+    call.count = count;
+    call.in = verb == Verb::reduce_scatter || verb == Verb::scatter || verb == Verb::all_to_all ? nullptr : in;
+    call.out = verb == Verb::all_gather || verb == Verb::gather || verb == Verb::all_to_all ? nullptr : out;
+    if (verb == Verb::broadcast) call.in = call.out = out;
+    if (verb == Verb::reduce_scatter || verb == Verb::all_to_all || (verb == Verb::scatter && root == 0))
+      call.in_parts = ins.data();
+    if (verb == Verb::all_gather || verb == Verb::all_to_all || (verb == Verb::gather && root == 0))
+      call.out_parts = outs.data();
+    codes[static_cast<int>(engine->run(call))]++;
+    stop.store(true);
+    enemy.join();
+    for (size_t i = 0; i < 64; i++)
+      if (out[2 * count * 4 + i] != std::byte{7}) std::printf("written past the end\n"), std::exit(1);
+    Group::drop_block(*world.heaps[1], world.blocks[1]);
+    engine.reset();
+    world.heaps[0]->release(in);
+    world.heaps[0]->release(out);
+  }
+  std::printf("collectives: ok %d, mismatch %d, timeout %d, impossible %d\n", codes[static_cast<int>(Code::ok)],
+              codes[static_cast<int>(Code::mismatch)], codes[static_cast<int>(Code::timeout)],
+              codes[static_cast<int>(Code::system)]);
+}
+
+void test_letters() {
+  World world;
+  Failure failure;
+  for (auto& heap : world.heaps) heap = Heap::create(failure);
+  std::mt19937_64 dice(2);
+  for (int round = 0; round < 300; round++) {
+    auto engine = join(world);
+    Block block(world.blocks[1], 2);
+    std::atomic<bool> stop{false};
+    const size_t bytes = dice() % 2 ? 60 : 200'000;
+    std::thread enemy([&, seed = dice()] {
+      std::mt19937_64 own(seed);
+      for (uint64_t i = 0; i < block.ring(); i++) {
+        Letter& letter = block.letter(0, i);
+        letter.head = {0, bytes, 1, Place::at(1, 4096), DType::f32, static_cast<uint8_t>(own() % 3)};
+        letter.filled.store(any_number(own), std::memory_order_relaxed);
+        letter.posted.store(i + 1, std::memory_order_release);
+      }
+      while (!stop.load(std::memory_order_relaxed)) {
+        LetterHead& head = block.letter(0, own() % block.ring()).head;
+        volatile uint64_t* words[] = {&head.bytes, &head.place.word, &head.seq};
+        *words[own() % std::size(words)] = own() % 2 ? bytes : any_number(own);
+        *const_cast<volatile uint8_t*>(&head.kind) = static_cast<uint8_t>(own() % 4);
+        block.letter(0, own() % block.ring()).filled.store(any_number(own), std::memory_order_relaxed);
+      }
+    });
+    std::vector<std::byte> data(bytes + 64, std::byte{7});
+    for (int i = 0; i < 3; i++) {
+      auto message = std::make_shared<Message>();
+      message->peer = 1;
+      message->tag = i == 2 ? 5 : 0;  // the last one never comes: what fills the ring is taken aside
+      message->data = data.data();
+      message->bytes = bytes;
+      message->dtype = DType::f32;
+      Call call;
+      call.verb = Verb::recv;
+      if (engine->run(call, message) == Code::timeout) break;
+    }
+    stop.store(true);
+    enemy.join();
+    for (size_t i = bytes; i < data.size(); i++)
+      if (data[i] != std::byte{7}) std::printf("written past the end\n"), std::exit(1);
+    Group::drop_block(*world.heaps[1], world.blocks[1]);
+  }
+}
+
+}  // namespace
+
+int main() {
+  set_heap_capacity(size_t{64} << 20);
+  test_collectives();
+  test_letters();
+  std::printf("2 passed, 0 failed\n");
+  return 0;
+}
