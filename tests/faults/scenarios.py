@@ -217,6 +217,20 @@ def leaving(line: Line, group: Any) -> None:
     group.all_reduce(tensor(line, 1000))
 
 
+def splitting(line: Line, group: Any) -> None:
+    """Groups are split off, used and dropped without end, or `rounds` times; some are kept."""
+    kept = []
+    rounds = line.options.get("rounds")
+    done = 0
+    while rounds is None or done < rounds:
+        child = group.split(range(line.size))
+        child.all_reduce(tensor(line, 3000))
+        kept = [*kept[-3:], child]
+        done += 1
+        if done == 1:
+            line.tell("inside")
+
+
 def signalled(line: Line, group: Any) -> None:
     """A Python signal handler runs while the rank waits, and the wait goes on."""
     seen = []
@@ -232,5 +246,8 @@ def signalled(line: Line, group: Any) -> None:
 
 BODIES = {
     body.__name__: body
-    for body in (idle, waiting, streaming, multiplying, in_flight, wait_on_handle, receiving, leaving, signalled)
+    for body in (
+        *(idle, waiting, streaming, multiplying, in_flight, wait_on_handle),
+        *(receiving, leaving, splitting, signalled),
+    )
 }

@@ -17,6 +17,7 @@ from torch.distributed import FileStore, HashStore
 
 import unisono
 from tests import leaks
+from tests.faults.fresh import FreshRanks, finish
 from unisono import _core
 from unisono.testing import run_ranks
 
@@ -314,6 +315,22 @@ def _split_fails_on_one(group, path):
 
 def test_a_split_that_fails_on_one_rank_is_told_to_the_other_and_leaves_nothing(tmp_path):
     assert run_ranks(2, _split_fails_on_one, str(tmp_path / "store")) == [True, True]
+
+
+@pytest.mark.parametrize("delay_ms", [None, 1, 9, 23, 50])
+def test_a_kill_during_splits_leaves_nothing(delay_ms, tmp_path):
+    rounds = 20 if delay_ms is None else None
+    with FreshRanks(3, tmp_path, "splitting", rounds=rounds) as ranks:
+        ranks.expect_all("inside")
+        survivors = [0, 1, 2] if delay_ms is None else [0, 2]
+        if delay_ms is not None:
+            time.sleep(delay_ms / 1000)
+            ranks.signal([1])
+        for rank in survivors:
+            said = ranks.expect(rank, "error", "fine")
+            assert (said["event"] == "error") == (delay_ms is not None), said
+            assert delay_ms is None or said["kind"] in ("PeerLostError", "AbortedError"), said
+        finish(ranks, survivors)
 
 
 def _failed_wait(group, path):
