@@ -36,6 +36,19 @@ constexpr int kMostRanks = 256;
 using Flag = std::atomic<uint64_t>;
 static_assert(Flag::is_always_lock_free);
 
+// For what may be written while it is read: the reader copies it, then looks whether it was. Whole words, relaxed; the
+// fences of both sides order them.
+inline void copy_words(void* to, const void* from, size_t bytes) {
+  for (size_t i = 0; i < bytes / sizeof(uint64_t); i++)
+    __atomic_store_n(static_cast<uint64_t*>(to) + i,
+                     __atomic_load_n(static_cast<const uint64_t*>(from) + i, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
+}
+inline void fence([[maybe_unused]] std::memory_order order) {
+#if !defined(__SANITIZE_THREAD__)  // which knows no fences
+  std::atomic_thread_fence(order);
+#endif
+}
+
 // Where a tensor is, in words every rank understands: 0 is "not in shared memory"; otherwise bit 63, the group rank
 // whose heap holds it, and the offset in that heap.
 struct Place {

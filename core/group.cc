@@ -152,9 +152,9 @@ PeerState Group::state_of(int r, std::string* reason) const {
   if (!line || line->use.load(std::memory_order_acquire) != use) return PeerState::left;
   if (line->left.load(std::memory_order_acquire) == use) {  // pairs with Group::close
     if (reason) {
-      char words[sizeof line->reason];
-      copy_once(words, line->reason, sizeof words);
-      std::atomic_thread_fence(std::memory_order_acquire);
+      alignas(uint64_t) char words[sizeof line->reason];
+      copy_words(words, line->reason, sizeof words);
+      fence(std::memory_order_acquire);
       if (line->use.load(std::memory_order_relaxed) == use) *reason = std::string(words, strnlen(words, sizeof words));
     }
     return PeerState::left;
@@ -251,7 +251,9 @@ void Group::close(const std::string& reason) {
   }
   Membership* line = membership_of(mine_, heap_->base(), heap_->capacity());
   if (!line) return;
-  copy_text(line->reason, sizeof line->reason, reason);
+  alignas(uint64_t) char words[sizeof line->reason];
+  copy_text(words, sizeof words, reason);
+  copy_words(line->reason, words, sizeof words);
   line->left.store(mine_.membership_use(), std::memory_order_release);  // pairs with state_of
 }
 

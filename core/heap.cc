@@ -352,8 +352,8 @@ int Heap::begin_activity(const Waiting& what) {
   Activity& line = reinterpret_cast<Activity*>(base() + kActivitiesAt)[number];
   const uint64_t stamp = line.stamp.load(std::memory_order_relaxed);
   line.stamp.store(stamp | 1, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_release);  // pairs with the fence in read_activities: odd before the rest
-  line.what = what;
+  fence(std::memory_order_release);  // pairs with the fence in read_activities: odd before the rest
+  copy_words(&line.what, &what, sizeof what);
   line.stamp.store((stamp | 1) + 1, std::memory_order_release);
   return number;
 }
@@ -370,8 +370,9 @@ std::vector<Waiting> Heap::read_activities(const std::byte* base) {
   for (size_t i = 0; i < kActivities; i++) {
     const Activity& line = reinterpret_cast<const Activity*>(base + kActivitiesAt)[i];
     const uint64_t before = line.stamp.load(std::memory_order_acquire);
-    Waiting what = line.what;
-    std::atomic_thread_fence(std::memory_order_acquire);
+    Waiting what;
+    copy_words(&what, &line.what, sizeof what);
+    fence(std::memory_order_acquire);
     if (before == 0 || before % 2 || line.stamp.load(std::memory_order_relaxed) != before) continue;
     what.group[sizeof what.group - 1] = 0;
     found.push_back(what);

@@ -257,7 +257,7 @@ bool Post::take(Message& m, int from, uint64_t i) {
 // After reading the sender's memory: a sender that has given up or left may have used it for something else meanwhile.
 // The loads before the fence come before those behind it; the sender says that it is out before it touches its memory.
 bool Post::withdrawn(const Message& m) const {
-  std::atomic_thread_fence(std::memory_order_acquire);
+  fence(std::memory_order_acquire);
   return m.source != g_.rank() && (g_.peer(m.source).block.abort().code.load(std::memory_order_acquire) ||
                                    g_.state_of(m.source) == PeerState::left);
 }

@@ -372,15 +372,16 @@ void test_submit_against_close(int rounds) {
 void test_callback_that_drops_the_engine() {
   for (int round = 0; round < 20; round++) {
     auto engines = make_engines(1, false);
-    std::promise<void> over;
+    std::promise<void> alone, over;
     auto ticket = std::make_shared<Ticket>();
-    std::shared_ptr<Engine> last = std::move(engines[0]);
-    Engine& engine = *last;
-    ticket->on_done = [&over, last = std::move(last)]() mutable {
+    ticket->on_done = [&over, last = engines[0], go = alone.get_future().share()]() mutable {
+      go.wait();
       last.reset();
       over.set_value();
     };
-    engine.submit(ticket);
+    engines[0]->submit(ticket);
+    engines.clear();
+    alone.set_value();
     expect(over.get_future().wait_for(std::chrono::seconds(20)) == std::future_status::ready, "dropped", 0);
   }
 }
