@@ -46,7 +46,20 @@ struct Exchange {
   void* work_stream;
 };
 constexpr int32_t kCpu = 1;
-enum Kind : uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kComplex = 5, kBool = 6 };
+enum Kind : uint8_t {
+  kInt = 0,
+  kUInt = 1,
+  kFloat = 2,
+  kBfloat = 4,
+  kComplex = 5,
+  kBool = 6,
+  kFloat8_e4m3fn = 10,
+  kFloat8_e4m3fnuz = 11,
+  kFloat8_e5m2 = 12,
+  kFloat8_e5m2fnuz = 13,
+  kFloat8_e8m0fnu = 14,
+  kFloat4_e2m1fn = 17,
+};
 }  // namespace dlpack
 
 // What a call needs to know of a tensor.
