@@ -14,8 +14,8 @@ namespace unisono {
 namespace {
 
 // A closed group's block stays until every peer has left too: a slower one may still read its last slot.
-std::mutex retired_mutex;
 std::vector<std::unique_ptr<Group>>& retired = *new std::vector<std::unique_ptr<Group>>;  // never destroyed
+ForkMutex retired_mutex(ForkOrder::retired, [] { retired.clear(); });
 
 bool peers_are_done(Group& g) {
   for (int r = 0; r < g.size(); r++)

@@ -4,6 +4,11 @@
 // take the best-fitting free range; if none fits, extend the used part of the file, first asking whether the machine
 // and its cgroup have the memory, then reserving it with fallocate. Invariant: every byte ever handed out has been
 // reserved, so touching it can never end in SIGBUS. Allocation is local: no other rank takes part or is told.
+//
+// A forked child keeps the tensors of its parent, as they were when it was forked: what is in use is copied then, before
+// either of the two goes on. Where that is more than set_fork_copy_max allows or than there is memory for, and in the
+// heaps of peers, the child sees what their owners write later, on every page it has not written itself. Its own writes
+// stay its own in any case. What it allocates goes to a new heap.
 #pragma once
 
 #include <array>
@@ -12,6 +17,7 @@
 #include <set>
 #include <vector>
 
+#include "fork.h"
 #include "region.h"
 
 namespace unisono {
@@ -41,6 +47,11 @@ class Heap {
 
   static size_t size_class(size_t bytes);
 
+  // Steps of fork.h: no heap changes while its process is forked.
+  static void before_fork();
+  static void after_fork_in_parent();
+  static void after_fork_in_child();
+
  private:
   Heap() = default;
   bool grow(size_t bytes, Failure& failure);
@@ -60,8 +71,15 @@ class Heap {
   std::map<size_t, size_t> live_;                // offset -> bytes of what is handed out
   // Small blocks given back, by size in units of kAlign, to be handed out again without a search or an allocation.
   std::array<std::vector<std::map<size_t, size_t>::node_type>, 33> spare_;
-  std::set<size_t> kept_;  // quarantined offsets
+  std::set<size_t> kept_;      // quarantined offsets
+  std::byte* copy_ = nullptr;  // while this process is forked: the first top_ bytes, as far as they are in use
 };
+
+// The heap that tensors of this process are made in; a forked child starts one of its own.
+std::shared_ptr<Heap> process_heap(Failure& failure);
+
+// The most bytes in use that are copied for a forked child.
+void set_fork_copy_max(size_t bytes);
 
 // Bytes this process may still take without being refused or killed: least of MemAvailable and every cgroup
 // limit above it. SIZE_MAX where nothing says.

@@ -54,8 +54,11 @@ class Mapping {
   // Makes page-table entries for the whole megabytes inside [p, p + bytes) in one go instead of one fault a page.
   // Only for memory its owner has reserved. Cheap when already done.
   void populate(const std::byte* p, size_t bytes);
-  // In a forked child: the same bytes, but writes stay private and nothing is shared any more.
+  // In a forked child: writes stay private. A page the child has not written shows what the owner writes later.
   void make_private();
+  // In a forked child, after make_private: the first `bytes` are those at `copy` from now on, which is used up; there
+  // is nothing behind them.
+  void replace(std::byte* copy, size_t bytes);
 
  private:
   Mapping(std::byte* base, size_t capacity, size_t slot, int fd)
@@ -75,9 +78,6 @@ bool in_region(const void* p);
 
 // The mapping that holds `p`, alive for as long as the result is; null outside every heap.
 std::shared_ptr<Mapping> mapping_of(const void* p);
-
-// Counts the forks between the first process and this one; what was made under another count belongs to a parent.
-int fork_generation();
 
 std::string system_error(const char* what);  // "what: strerror"
 

@@ -2,7 +2,6 @@
 #include "tensors.h"
 
 #include <algorithm>
-#include <mutex>
 
 namespace nb = nanobind;
 
@@ -241,21 +240,6 @@ std::string tensor_words(nb::handle object) {
     PyErr_Clear();
     return "";
   }
-}
-
-std::shared_ptr<Heap> process_heap(Failure& failure) {
-  static std::mutex mutex;
-  static auto& heap = *new std::shared_ptr<Heap>;
-  static int generation = 0;
-  std::lock_guard lock(mutex);
-  if (heap && generation != fork_generation()) {
-    // A forked child starts a heap of its own; the parent's object stays as it is, it may hold a locked mutex.
-    new std::shared_ptr<Heap>(std::move(heap));
-    heap = nullptr;
-  }
-  generation = fork_generation();
-  if (!heap) heap = Heap::create(failure);
-  return heap;
 }
 
 nb::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype, Failure& failure, std::byte** at) {

@@ -83,7 +83,6 @@ MatrixView view_matrix(nanobind::handle object, const char* argument);
 // "float32 [1024, 512]" for messages; never raises.
 std::string tensor_words(nanobind::handle object);
 
-std::shared_ptr<Heap> process_heap(Failure& failure);
 // A new tensor in this process's heap; null with `failure` filled when memory is short.
 nanobind::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype, Failure& failure,
                              std::byte** at = nullptr);
