@@ -6,6 +6,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cerrno>
 #include <climits>
@@ -13,6 +15,7 @@
 #include <cstring>
 #include <fstream>
 #include <sstream>
+#include <utility>
 
 namespace unisono {
 namespace {
@@ -25,6 +28,14 @@ constexpr size_t kSlack = 64 << 20;  // left to the rest of the system when memo
 constexpr size_t kSmallRun = 64 << 10;  // pages that small blocks are cut from
 constexpr size_t kDetachStep = 2 << 20;
 constexpr size_t kSpares = 8;  // small blocks of one size kept for the next allocation
+
+std::vector<Heap*>& heaps = *new std::vector<Heap*>;  // never destroyed: tensors may outlive static objects
+ForkMutex heaps_mutex(ForkOrder::heaps, Heap::after_fork_in_child, Heap::before_fork, Heap::after_fork_in_parent);
+
+std::shared_ptr<Heap>& own_heap = *new std::shared_ptr<Heap>;
+ForkMutex own_heap_mutex(ForkOrder::process_heap, [] { own_heap.reset(); });
+
+std::atomic<size_t> fork_copy_max{256 << 20};  // relaxed: a number of its own
 
 size_t round_up(size_t n, size_t to) {
   return (n + to - 1) / to * to;
@@ -117,11 +128,59 @@ std::shared_ptr<Heap> Heap::create(Failure& failure) {
   heap->pages_.insert(kPage, heap->top_ - kPage);  // the first page holds the header and the activities
   auto* header = reinterpret_cast<HeapHeader*>(heap->base());
   *header = {HeapHeader::kMagic, kLayoutVersion, heap->token_, capacity, static_cast<uint64_t>(getpid())};
+  std::lock_guard lock(heaps_mutex);
+  heaps.push_back(heap.get());
   return heap;
 }
 
 Heap::~Heap() {
+  {
+    std::lock_guard lock(heaps_mutex);
+    std::erase(heaps, this);
+  }
   if (fd_ >= 0) close(fd_);
+}
+
+std::shared_ptr<Heap> process_heap(Failure& failure) {
+  std::lock_guard lock(own_heap_mutex);
+  if (!own_heap) own_heap = Heap::create(failure);
+  return own_heap;
+}
+
+void set_fork_copy_max(size_t bytes) {
+  fork_copy_max.store(bytes, std::memory_order_relaxed);
+}
+
+void Heap::before_fork() {
+  size_t bytes = 0;
+  for (Heap* heap : heaps) {
+    heap->mutex_.lock();
+    bytes += heap->in_use_;
+  }
+  if (bytes > fork_copy_max.load(std::memory_order_relaxed)) return;
+  if (bytes > kSlack && bytes + kSlack > memory_available()) return;
+  for (Heap* heap : heaps) {
+    void* copy = mmap(nullptr, heap->top_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (copy == MAP_FAILED) continue;
+    heap->copy_ = static_cast<std::byte*>(copy);
+    for (auto [offset, size] : heap->live_) std::memcpy(heap->copy_ + offset, heap->base() + offset, size);
+  }
+}
+
+void Heap::after_fork_in_parent() {
+  for (Heap* heap : heaps) {
+    if (heap->copy_) munmap(std::exchange(heap->copy_, nullptr), heap->top_);
+    heap->mutex_.unlock();
+  }
+}
+
+void Heap::after_fork_in_child() {
+  for (Heap* heap : heaps) {
+    if (heap->copy_) heap->mapping_->replace(std::exchange(heap->copy_, nullptr), heap->top_);
+    close(std::exchange(heap->fd_, -1));
+    heap->mutex_.unlock();
+  }
+  heaps.clear();  // a child of this child gets what is here now by fork itself
 }
 
 bool Heap::grow(size_t bytes, Failure& failure) {
@@ -298,6 +357,7 @@ bool Heap::detach(const void* p, size_t bytes) {
     for (size_t page = begin; page < begin + length; page += kPage)
       reinterpret_cast<std::atomic<uint64_t>*>(base() + page)->fetch_add(0, std::memory_order_relaxed);
     detached_[begin] = length;
+    mapping_->leave_private(begin, length);
     // The old pages go; who still writes there gets new ones. But not the first and the last, where something else may
     // be that peers read just now.
     const size_t inside = std::max(begin, round_up(at, kPage)),

@@ -6,6 +6,11 @@
 // reserved, so touching it can never end in SIGBUS. Allocation is local: no other rank takes part or is told.
 // What takes a page or more has its pages for itself, so that they can be taken away from the peers (`detach`) without
 // touching anything else; smaller blocks are cut from runs of pages of their own.
+//
+// A forked child keeps the tensors of its parent, as they were when it was forked: what is in use is copied then,
+// before either of the two goes on. Where that is more than set_fork_copy_max allows or than there is memory for, and
+// in the heaps of peers, the child sees what their owners write later, on every page it has not written itself. Its own
+// writes stay its own in any case. What it allocates goes to a new heap.
 #pragma once
 
 #include <array>
@@ -16,6 +21,7 @@
 #include <vector>
 
 #include "control.h"
+#include "fork.h"
 #include "region.h"
 
 namespace unisono {
@@ -59,6 +65,11 @@ class Heap {
 
   static size_t size_class(size_t bytes);
 
+  // Steps of fork.h: no heap changes while its process is forked.
+  static void before_fork();
+  static void after_fork_in_parent();
+  static void after_fork_in_child();
+
  private:
   Heap() = default;
   // Free ranges by place and by size; the neighbours of a range given back are joined with it.
@@ -95,7 +106,14 @@ class Heap {
   std::atomic<uint64_t> detachments_{0};
   std::vector<std::byte*> lines_;        // free ones
   std::atomic<uint32_t> activities_{0};  // a bit for each number in use
+  std::byte* copy_ = nullptr;  // while this process is forked: the first top_ bytes, as far as they are in use
 };
+
+// The heap that tensors of this process are made in; a forked child starts one of its own.
+std::shared_ptr<Heap> process_heap(Failure& failure);
+
+// The most bytes in use that are copied for a forked child.
+void set_fork_copy_max(size_t bytes);
 
 // Bytes this process may still take without being refused or killed: least of MemAvailable and every cgroup
 // limit above it. SIZE_MAX where nothing says.

@@ -144,7 +144,7 @@ void reduce_streaming(const KernelTable& table, Kernel kernel, KernelTask task, 
 }  // namespace
 
 bool reduction_exists(DType dtype, RedOp op) {
-  if (dtype >= DType::opaque8 || op >= RedOp::none) return false;
+  if (!is_reducible(dtype) || op >= RedOp::none) return false;
   switch (op) {
     case RedOp::min:
     case RedOp::max:

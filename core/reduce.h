@@ -24,7 +24,7 @@ struct Reduction {
 };
 
 // What this pair means nothing for: bitwise ops on floats, MIN/MAX of complex, AVG of bool, PREMUL_SUM of
-// integers or bool, anything on opaque8.
+// integers or bool, anything on what is only moved.
 bool reduction_exists(DType dtype, RedOp op);
 
 void reduce(const Reduction& r);

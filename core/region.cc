@@ -3,7 +3,6 @@
 #include "region.h"
 
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
@@ -14,8 +13,9 @@
 #include <cerrno>
 #include <cstring>
 #include <map>
-#include <mutex>
 #include <vector>
+
+#include "fork.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -42,31 +42,20 @@ struct Region {
   std::map<Token, std::weak_ptr<Mapping>> peers;
 };
 
-std::mutex region_mutex;
 Region& region = *new Region;  // never destroyed: tensors may outlive static objects
+ForkMutex region_mutex(ForkOrder::region, [] {
+  for (Mapping* mapping : region.live)
+    if (mapping) mapping->make_private();
+  region.peers.clear();
+});
 std::atomic<std::byte*> region_begin{nullptr};
 std::atomic<size_t> region_bytes{0};
 size_t wanted_capacity = 0;
-std::atomic<int> generation{0};
 
 size_t default_capacity() {
   // A heap cannot usefully hold more than the machine has; a little above it keeps powers of two simple.
   size_t ram = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
   return std::bit_ceil(ram);
-}
-
-void before_fork() {
-  region_mutex.lock();
-}
-void after_fork_parent() {
-  region_mutex.unlock();
-}
-void after_fork_child() {
-  generation.fetch_add(1, std::memory_order_relaxed);
-  for (Mapping* mapping : region.live)
-    if (mapping) mapping->make_private();
-  region.peers.clear();
-  region_mutex.unlock();
 }
 
 bool open_region(Failure& failure) {
@@ -95,7 +84,6 @@ bool open_region(Failure& failure) {
   region.used.resize(slots);
   region_bytes.store(stride * slots, std::memory_order_relaxed);
   region_begin.store(region.base, std::memory_order_release);
-  pthread_atfork(before_fork, after_fork_parent, after_fork_child);
   return true;
 }
 
@@ -103,10 +91,6 @@ bool open_region(Failure& failure) {
 
 std::string system_error(const char* what) {
   return std::string(what) + ": " + std::strerror(errno);
-}
-
-int fork_generation() {
-  return generation.load(std::memory_order_relaxed);
 }
 
 Token random_token() {
@@ -185,9 +169,27 @@ void Mapping::populate(const std::byte* p, size_t bytes) {
 
 void Mapping::make_private() {
   if (fd_ < 0) return;
-  mmap(base_, capacity_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd_, 0);
+  size_t begin = 0;
+  auto hide = [&](size_t end) {
+    if (begin < end)
+      mmap(base_ + begin, end - begin, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd_,
+           static_cast<off_t>(begin));
+  };
+  for (auto [offset, bytes] : detached_) {
+    hide(offset);
+    begin = offset + bytes;
+  }
+  hide(capacity_);
   close(fd_);
   fd_ = -1;
+}
+
+void Mapping::replace(std::byte* copy, size_t bytes) {
+  if (mremap(copy, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, base_) == MAP_FAILED) {
+    munmap(copy, bytes);  // what make_private has left must do
+    return;
+  }
+  mmap(base_ + bytes, capacity_ - bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 }
 
 std::shared_ptr<Mapping> map_peer(const Token& token, int fd, size_t capacity, Failure& failure) {

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -54,8 +55,13 @@ class Mapping {
   // Makes page-table entries for the whole megabytes inside [p, p + bytes) in one go instead of one fault a page.
   // Only for memory its owner has reserved. Cheap when already done.
   void populate(const std::byte* p, size_t bytes);
-  // In a forked child: the same bytes, but writes stay private and nothing is shared any more.
+  // The owner has given these pages private memory: a forked child inherits that, as any other.
+  void leave_private(size_t offset, size_t bytes) { detached_[offset] = bytes; }
+  // In a forked child: writes stay private. A page the child has not written shows what the owner writes later.
   void make_private();
+  // In a forked child, after make_private: the first `bytes` are those at `copy` from now on, which is used up; there
+  // is nothing behind them.
+  void replace(std::byte* copy, size_t bytes);
 
  private:
   Mapping(std::byte* base, size_t capacity, size_t slot, int fd)
@@ -65,6 +71,7 @@ class Mapping {
   size_t slot_;
   int fd_;
   std::vector<std::atomic<uint8_t>> populated_;  // by megabyte; a hint, so relaxed
+  std::map<size_t, size_t> detached_;  // offset -> bytes; changed and read under the heap's lock, or in a fork
 };
 
 // The peer heap with this token, mapped at most once per process however many groups know it.
@@ -75,9 +82,6 @@ bool in_region(const void* p);
 
 // The mapping that holds `p`, alive for as long as the result is; null outside every heap.
 std::shared_ptr<Mapping> mapping_of(const void* p);
-
-// Counts the forks between the first process and this one; what was made under another count belongs to a parent.
-int fork_generation();
 
 std::string system_error(const char* what);  // "what: strerror"
 

@@ -6,29 +6,21 @@
 
 #include <algorithm>
 #include <chrono>
-#include <mutex>
 #include <system_error>
 #include <thread>
 #include <vector>
 
+#include "fork.h"
+
 namespace unisono {
 namespace {
 
-std::mutex mutex;
 auto* retired = new std::vector<std::unique_ptr<Group>>;  // never destroyed: the thread may outlive static objects
 bool sweeping = false;                                    // there is a thread
-
-void before_fork() {
-  mutex.lock();
-}
-void after_fork_parent() {
-  mutex.unlock();
-}
-void after_fork_child() {
-  retired = new std::vector<std::unique_ptr<Group>>;  // the parent's groups stay as they are
+ForkMutex mutex(ForkOrder::retired, [] {
+  retired = new std::vector<std::unique_ptr<Group>>;  // the parent's groups are not touched
   sweeping = false;
-  mutex.unlock();
-}
+});
 
 void sweep_until_empty() {
   using namespace std::chrono_literals;
@@ -43,8 +35,6 @@ void sweep_until_empty() {
 }
 
 void start_sweeping() {
-  static const int once = pthread_atfork(before_fork, after_fork_parent, after_fork_child);
-  (void)once;
   if (sweeping) return;
   sigset_t all, before;
   sigfillset(&all);

@@ -2,7 +2,6 @@
 #include "tensors.h"
 
 #include <algorithm>
-#include <mutex>
 
 namespace nb = nanobind;
 
@@ -11,6 +10,7 @@ namespace {
 
 PyTypeObject* tensor_type = nullptr;
 dlpack::Exchange* exchange = nullptr;
+nb::handle torch_uint8, torch_int8;
 
 // Owns what a tensor made here lies on. Shape and strides stand behind it, in the same allocation: making a small
 // tensor is on the way of every small functional call.
@@ -54,6 +54,7 @@ nb::object to_tensor(Owner* owner) {
 }
 
 bool convert(dlpack::DataType t, DType& out) {
+  if (t.code == dlpack::kFloat4_e2m1fn) return out = DType::f4_e2m1fn_x2, t.bits == 4 && t.lanes == 2;
   if (t.lanes != 1) return false;
   switch (t.code) {
     case dlpack::kFloat:
@@ -93,9 +94,30 @@ bool convert(dlpack::DataType t, DType& out) {
       if (t.bits == 64) return out = DType::c64, true;
       if (t.bits == 128) return out = DType::c128, true;
       return false;
+    case dlpack::kFloat8_e4m3fn:
+      return out = DType::f8_e4m3fn, true;
+    case dlpack::kFloat8_e4m3fnuz:
+      return out = DType::f8_e4m3fnuz, true;
+    case dlpack::kFloat8_e5m2:
+      return out = DType::f8_e5m2, true;
+    case dlpack::kFloat8_e5m2fnuz:
+      return out = DType::f8_e5m2fnuz, true;
+    case dlpack::kFloat8_e8m0fnu:
+      return out = DType::f8_e8m0fnu, true;
     default:
-      return out = DType::opaque8, t.bits == 8;  // the float8 family: moved, not reduced
+      return false;
   }
+}
+
+// False for a dtype unisono does not know. torch's integers of 1 to 7 bits come as whole bytes; only the tensor itself
+// tells them from int8 and uint8.
+bool find_dtype(nb::handle object, dlpack::DataType t, DType& out) {
+  if (!convert(t, out)) return false;
+  if (out != DType::u8 && out != DType::i8) return true;
+  static PyObject* name = PyUnicode_InternFromString("dtype");
+  nb::object dtype = nb::steal(PyObject_GetAttr(object.ptr(), name));
+  if (!dtype.is_valid()) nb::raise_python_error();
+  return dtype.is(out == DType::u8 ? torch_uint8 : torch_int8);
 }
 
 bool is_contiguous(const dlpack::Tensor& t) {
@@ -137,6 +159,9 @@ void learn_tensor_type(nb::handle type) {
     PyErr_Clear();
     throw nb::import_error("this torch offers no DLPack C exchange table; unisono needs torch 2.13 or newer");
   }
+  nb::module_ torch = nb::module_::import_("torch");
+  torch_uint8 = nb::object(torch.attr("uint8")).release();  // kept for good
+  torch_int8 = nb::object(torch.attr("int8")).release();
   exchange = table;
   tensor_type = reinterpret_cast<PyTypeObject*>(type.ptr());
 }
@@ -164,7 +189,7 @@ View view_tensor(nb::handle object, const char* argument) {
         ("argument '" + std::string(argument) + "' must be on the CPU, got device " + attribute(object, "device"))
             .c_str());
   View view;
-  if (!convert(t.dtype, view.dtype))
+  if (!find_dtype(object, t.dtype, view.dtype))
     throw nb::type_error(("argument '" + std::string(argument) + "' has dtype " + attribute(object, "dtype") +
                           ", which unisono does not know")
                              .c_str());
@@ -217,23 +242,8 @@ std::string tensor_words(nb::handle object) {
   }
 }
 
-std::shared_ptr<Heap> process_heap(Failure& failure) {
-  static std::mutex mutex;
-  static auto& heap = *new std::shared_ptr<Heap>;
-  static int generation = 0;
-  std::lock_guard lock(mutex);
-  if (heap && generation != fork_generation()) {
-    // A forked child starts a heap of its own; the parent's object stays as it is, it may hold a locked mutex.
-    new std::shared_ptr<Heap>(std::move(heap));
-    heap = nullptr;
-  }
-  generation = fork_generation();
-  if (!heap) heap = Heap::create(failure);
-  return heap;
-}
-
 nb::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype, Failure& failure, std::byte** at) {
-  size_t bytes = dtype.bits / 8;
+  size_t bytes = dtype.bits * dtype.lanes / 8;
   for (size_t i = 0; i < dims; i++)
     if (__builtin_mul_overflow(bytes, static_cast<size_t>(shape[i]), &bytes)) {
       fail(failure, Code::no_memory, "the tensor has more bytes than an address has bits for");
@@ -260,8 +270,8 @@ Twin make_twin(nb::handle object, Failure& failure) {
   View& v = twin.view;
   v.count = element_count(t);
   v.data = static_cast<std::byte*>(t.data) + t.byte_offset;
-  if (t.device.type == dlpack::kCpu && is_contiguous(t) && convert(t.dtype, v.dtype) && !is_lazy(object, v) &&
-      (t.data || v.count == 0))
+  if (t.device.type == dlpack::kCpu && is_contiguous(t) && find_dtype(object, t.dtype, v.dtype) &&
+      !is_lazy(object, v) && (t.data || v.count == 0))
     twin.made = make_tensor(t.shape, static_cast<size_t>(t.ndim), t.dtype, failure, &twin.at);
   return twin;
 }

@@ -46,7 +46,20 @@ struct Exchange {
   void* work_stream;
 };
 constexpr int32_t kCpu = 1;
-enum Kind : uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4, kComplex = 5, kBool = 6 };
+enum Kind : uint8_t {
+  kInt = 0,
+  kUInt = 1,
+  kFloat = 2,
+  kBfloat = 4,
+  kComplex = 5,
+  kBool = 6,
+  kFloat8_e4m3fn = 10,
+  kFloat8_e4m3fnuz = 11,
+  kFloat8_e5m2 = 12,
+  kFloat8_e5m2fnuz = 13,
+  kFloat8_e8m0fnu = 14,
+  kFloat4_e2m1fn = 17,
+};
 }  // namespace dlpack
 
 // What a call needs to know of a tensor.
@@ -70,7 +83,6 @@ MatrixView view_matrix(nanobind::handle object, const char* argument);
 // "float32 [1024, 512]" for messages; never raises.
 std::string tensor_words(nanobind::handle object);
 
-std::shared_ptr<Heap> process_heap(Failure& failure);
 // A new tensor in this process's heap; null with `failure` filled when memory is short.
 nanobind::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype, Failure& failure,
                              std::byte** at = nullptr);

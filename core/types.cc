@@ -37,8 +37,18 @@ const char* dtype_name(DType t) {
       return "complex64";
     case DType::c128:
       return "complex128";
-    case DType::opaque8:
-      return "opaque8";
+    case DType::f8_e4m3fn:
+      return "float8_e4m3fn";
+    case DType::f8_e4m3fnuz:
+      return "float8_e4m3fnuz";
+    case DType::f8_e5m2:
+      return "float8_e5m2";
+    case DType::f8_e5m2fnuz:
+      return "float8_e5m2fnuz";
+    case DType::f8_e8m0fnu:
+      return "float8_e8m0fnu";
+    case DType::f4_e2m1fn_x2:
+      return "float4_e2m1fn_x2";
     case DType::count_:
       break;
   }

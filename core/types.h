@@ -24,9 +24,19 @@ enum class DType : uint8_t {
   boolean,
   c64,
   c128,
-  opaque8,  // moved but never reduced: float8 and other one-byte formats
+  // Moved but never reduced, one byte each; numbers of their own, so that ranks cannot mix them up.
+  f8_e4m3fn,
+  f8_e4m3fnuz,
+  f8_e5m2,
+  f8_e5m2fnuz,
+  f8_e8m0fnu,
+  f4_e2m1fn_x2,
   count_
 };
+
+constexpr bool is_reducible(DType t) {
+  return t < DType::f8_e4m3fn;
+}
 
 enum class RedOp : uint8_t { sum, avg, product, min, max, band, bor, bxor, premul_sum, none, count_ };
 

@@ -2,7 +2,6 @@
 // child holds one, the death of its parent would show no hang-up.
 #include "watch.h"
 
-#include <pthread.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -13,29 +12,20 @@
 #include <fstream>
 #include <vector>
 
+#include "fork.h"
+
 namespace unisono {
 namespace {
 
-std::mutex registry_mutex;
 std::vector<Link*>& registry = *new std::vector<Link*>;  // never destroyed: links may outlive static objects
-
-void before_fork() {
-  registry_mutex.lock();
-}
-void after_fork_parent() {
-  registry_mutex.unlock();
-}
-void after_fork_child() {
+ForkMutex registry_mutex(ForkOrder::links, [] {
   for (Link* link : registry) link->close_in_child();
   registry.clear();
-  registry_mutex.unlock();
-}
+});
 
 }  // namespace
 
 Link::Link(int socket, pid_t pid) : socket_(socket), pid_(pid) {
-  static const int once = pthread_atfork(before_fork, after_fork_parent, after_fork_child);
-  (void)once;
   std::lock_guard lock(registry_mutex);
   registry.push_back(this);
 }

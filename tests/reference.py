@@ -19,7 +19,11 @@ FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 COMPLEX = ("complex64", "complex128")
 REDUCIBLE = (*FLOATS, *INTEGERS, "bool", *COMPLEX)
-MOVABLE = (*REDUCIBLE, "float8_e4m3fn", "float8_e5m2")
+MOVED = (  # never reduced
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    "float4_e2m1fn_x2",
+)
+MOVABLE = (*REDUCIBLE, *MOVED)
 OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 PERIOD = 131_101  # elements of noise per dtype; prime, so a misplaced block never matches by chance
 

@@ -25,6 +25,8 @@ def _number(name: str, default: float) -> float:
 timeout_s: float = _number("UNISONO_TIMEOUT", 300.0)
 #: Most bytes of one process's heap, rounded up to a power of two; 0: as much as the machine has. Same on all ranks.
 heap_max: int = int(_number("UNISONO_HEAP_MAX", 0))
+#: Most bytes of this process's heap in use that a fork copies, so that the child keeps them as they were.
+fork_copy_max: int = int(_number("UNISONO_FORK_COPY_MAX", 256 << 20))
 #: Microseconds to spin for an answer before giving the processor away; -1: the built-in value.
 spin_us: int = int(_number("UNISONO_SPIN", -1))
 #: Reduction kernels: "scalar", "avx2" or "avx512"; empty: the best this CPU has. Results do not depend on it.
