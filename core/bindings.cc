@@ -158,14 +158,14 @@ NB_MODULE(_core, m) {
   using namespace unisono;
   python_interrupted = check_python_signals;
 
-  m.def("setup",
-        [](nb::handle tensor_type, nb::object make_error, nb::object call_site, uint64_t heap_max, int64_t spin_us, uint64_t fork_copy_max) {
-          learn_tensor_type(tensor_type);
-          hooks = {std::move(make_error), std::move(call_site)};
-          if (heap_max) set_heap_capacity(heap_max);
-          if (spin_us >= 0) spin_ns = spin_us * 1000;
-          set_fork_copy_max(fork_copy_max);
-        });
+  m.def("setup", [](nb::handle tensor_type, nb::object make_error, nb::object call_site, uint64_t heap_max,
+                    int64_t spin_us, uint64_t fork_copy_max) {
+    learn_tensor_type(tensor_type);
+    hooks = {std::move(make_error), std::move(call_site)};
+    if (heap_max) set_heap_capacity(heap_max);
+    if (spin_us >= 0) spin_ns = spin_us * 1000;
+    set_fork_copy_max(fork_copy_max);
+  });
   m.def("empty", &unisono::empty);
   m.def("empty_like", &unisono::empty_like);
   m.def("is_shared", [](nb::handle t) { return in_region(view_tensor(t, "tensor").data); });

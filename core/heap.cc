@@ -160,8 +160,7 @@ void Heap::before_fork() {
   if (bytes > fork_copy_max.load(std::memory_order_relaxed)) return;
   if (bytes > kSlack && bytes + kSlack > memory_available()) return;
   for (Heap* heap : heaps) {
-    void* copy =
-        mmap(nullptr, heap->top_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* copy = mmap(nullptr, heap->top_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (copy == MAP_FAILED) continue;
     heap->copy_ = static_cast<std::byte*>(copy);
     for (auto [offset, size] : heap->live_) std::memcpy(heap->copy_ + offset, heap->base() + offset, size);

@@ -5,10 +5,10 @@
 // and its cgroup have the memory, then reserving it with fallocate. Invariant: every byte ever handed out has been
 // reserved, so touching it can never end in SIGBUS. Allocation is local: no other rank takes part or is told.
 //
-// A forked child keeps the tensors of its parent, as they were when it was forked: what is in use is copied then, before
-// either of the two goes on. Where that is more than set_fork_copy_max allows or than there is memory for, and in the
-// heaps of peers, the child sees what their owners write later, on every page it has not written itself. Its own writes
-// stay its own in any case. What it allocates goes to a new heap.
+// A forked child keeps the tensors of its parent, as they were when it was forked: what is in use is copied then,
+// before either of the two goes on. Where that is more than set_fork_copy_max allows or than there is memory for, and
+// in the heaps of peers, the child sees what their owners write later, on every page it has not written itself. Its own
+// writes stay its own in any case. What it allocates goes to a new heap.
 #pragma once
 
 #include <array>

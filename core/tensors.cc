@@ -270,8 +270,8 @@ Twin make_twin(nb::handle object, Failure& failure) {
   View& v = twin.view;
   v.count = element_count(t);
   v.data = static_cast<std::byte*>(t.data) + t.byte_offset;
-  if (t.device.type == dlpack::kCpu && is_contiguous(t) && find_dtype(object, t.dtype, v.dtype) && !is_lazy(object, v) &&
-      (t.data || v.count == 0))
+  if (t.device.type == dlpack::kCpu && is_contiguous(t) && find_dtype(object, t.dtype, v.dtype) &&
+      !is_lazy(object, v) && (t.data || v.count == 0))
     twin.made = make_tensor(t.shape, static_cast<size_t>(t.ndim), t.dtype, failure, &twin.at);
   return twin;
 }

@@ -640,10 +640,10 @@ void test_names_and_pairs() {
   CHECK(std::string(redop_name(R::premul_sum)) == "premul_sum", "%s", redop_name(R::premul_sum));
   CHECK(std::string(verb_name(Verb::reduce_scatter)) == "reduce_scatter", "%s", verb_name(Verb::reduce_scatter));
   CHECK(std::string(dtype_name(static_cast<DType>(200))) == "?", "unknown number");
-  const std::pair<D, R> missing[] = {{D::f32, R::band},           {D::bf16, R::bxor},      {D::c64, R::min},
-                                     {D::c128, R::max},           {D::c64, R::bor},        {D::boolean, R::avg},
-                                     {D::boolean, R::premul_sum}, {D::i32, R::premul_sum}, {D::u8, R::premul_sum},
-                                     {D::f8_e4m3fn, R::sum}, {D::f4_e2m1fn_x2, R::band},   {D::f32, R::none},
+  const std::pair<D, R> missing[] = {{D::f32, R::band},           {D::bf16, R::bxor},         {D::c64, R::min},
+                                     {D::c128, R::max},           {D::c64, R::bor},           {D::boolean, R::avg},
+                                     {D::boolean, R::premul_sum}, {D::i32, R::premul_sum},    {D::u8, R::premul_sum},
+                                     {D::f8_e4m3fn, R::sum},      {D::f4_e2m1fn_x2, R::band}, {D::f32, R::none},
                                      {D::f32, R::count_},         {D::count_, R::sum}};
   for (auto [dtype, op] : missing) {
     CHECK(!reduction_exists(dtype, op), "%s %s", dtype_name(dtype), redop_name(op));
