@@ -14,7 +14,14 @@ import torch as _torch
 
 from . import _core, errors, settings
 
-_core.setup(_torch.Tensor, errors.make_error, errors.call_site, settings.heap_max, settings.spin_us, settings.fork_copy_max)
+_core.setup(
+    _torch.Tensor,
+    errors.make_error,
+    errors.call_site,
+    settings.heap_max,
+    settings.spin_us,
+    settings.fork_copy_max,
+)
 if settings.isa and not _core.set_isa(settings.isa):
     raise ValueError(f"UNISONO_ISA={settings.isa}: this CPU does not have it; leave it empty for the best there is")
 

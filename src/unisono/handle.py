@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Generator
 from datetime import timedelta
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from .errors import CollectiveTimeoutError
 
 _lock = threading.Lock()  # for lists of callbacks; held for an append only
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]  # as Python does with its own
 _CALLED: list[Callable[[], None]] = []  # stands where a list of callbacks was that have been called
 
 

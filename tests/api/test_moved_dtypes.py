@@ -1,4 +1,4 @@
-"""Dtypes that are moved and never reduced: each is a dtype of its own, so that no value changes its meaning on the way."""
+"""Dtypes that are moved and never reduced: ranks cannot mix them up, so no value changes its meaning on the way."""
 
 import contextlib
 import itertools
@@ -23,15 +23,16 @@ def _collectives(group, one, other):
     name = one if group.rank == 0 else other
     complaints = []
     for heap, count in itertools.product((False, True), (1, 300, 400_000)):
-        n, new = group.size, lambda size, heap=heap: _bytes(size, name, heap)
+        many = count * group.size
+        small, large, output = (_bytes(n, name, heap) for n in (count, many, many))
         calls = {
-            "broadcast": (new(count), lambda t: group.broadcast(t, 0)),
-            "all_gather": (new(count * n), lambda t: group.all_gather(t, new(count))),
-            "all_to_all": (new(count * n), lambda t: group.all_to_all(t, new(count * n))),
+            "broadcast": (group.broadcast, output, 0),
+            "all_gather": (group.all_gather, output, small),
+            "all_to_all": (group.all_to_all, output, large),
         }
-        for verb, (output, call) in calls.items():
+        for verb, (call, *arguments) in calls.items():
             try:
-                call(output)
+                call(*arguments)
             except unisono.MismatchError as error:
                 if not all(dtype in str(error).split() for dtype in (one, other)):
                     complaints.append(f"{verb}: a dtype is not named in {error}")
@@ -79,9 +80,9 @@ def _refused(group):
     """torch hands these out as whole bytes of int8 or uint8: no word for what is in them."""
     for name in SUB_BYTE:
         t = torch.empty(4, dtype=dtype_of(name))
-        for use in (lambda t=t: group.all_reduce(t), lambda t=t: group.broadcast(t, 0), lambda t=t: group.send(t, 1 - group.rank)):
+        for call, *more in ((group.all_reduce,), (group.broadcast, 0), (group.send, 1 - group.rank)):
             with pytest.raises(TypeError, match=f"'tensor' has dtype torch.{name}"):
-                use()
+                call(t, *more)
         with pytest.raises(TypeError, match=f"torch.{name}"):
             unisono.empty_like(t)
     for name in MOVED:

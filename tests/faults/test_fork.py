@@ -92,6 +92,32 @@ def test_a_child_forked_among_threads_can_use_unisono(tmp_path):
     assert run_ranks(2, _forks_among_threads, str(tmp_path), 25, timeout_s=110.0) == [["exit code 0"]] * 2
 
 
+def _fork_beside_a_callback(group):
+    """Another thread is at the lists of callbacks when this one forks."""
+    asked, held, done = threading.Event(), threading.Event(), threading.Event()
+
+    def hold():
+        with unisono.handle._lock:
+            held.set()
+            done.wait(CHILD_S)
+
+    def child():
+        unisono.handle.Handle(unisono.handle.Finished(), "barrier", None).when_done(asked.set)
+        assert asked.is_set()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    pid = _fork(child)
+    done.set()
+    thread.join()
+    return _outcome(pid)
+
+
+def test_a_child_forked_beside_a_callback_can_have_its_own():
+    assert run_ranks(1, _fork_beside_a_callback) == ["exit code 0"]
+
+
 def _values_in_child(group):
     """What a child sees of tensors that its parent writes after the fork: of every size, and after the child wrote."""
     sizes = (1, 3, 33, 1000, 5000, 70_001, 1 << 20)
