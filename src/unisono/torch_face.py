@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions, Store
 
 from . import groups, monitor, refusals, sparse, tensors
+from .counter import Counter
 from .group import Group, _reduce_op
 from .handle import Handle
 from .strided import Copies
@@ -56,8 +57,8 @@ class Face:
         # DDP.join hands a Work to C++ that does not keep its Python half alive, without which it never ends.
         self._small: deque[Work] = deque(maxlen=64)
         self._comm_name = f"unisono%{group.name}%{group._comm.id:016x}"
-        self._splits = 0
-        self._monitored = 0
+        self._splits = Counter()
+        self._monitored = Counter()
 
     # -- what torch asks a group about itself
 
@@ -170,10 +171,10 @@ class Face:
     ) -> Any:
         """Makes a group of some of this group's ranks; all of its ranks call it, and those not listed get None."""
         members = list(ranks) if self.rank() in ranks else None
-        self._splits += 1  # all ranks split together, so they agree on it
+        number = self._splits.next()  # all ranks split together, so they agree on it
         child = self.unisono_group.split(
             members,
-            name=group_name or f"{self.group_name}/{self._splits}",
+            name=group_name or f"{self.group_name}/{number}",
             timeout_s=None if timeout is None else timeout.total_seconds(),
         )
         if child is None:
@@ -338,9 +339,9 @@ class Face:
         """A barrier in which rank 0 names the ranks that did not come in time."""
         if isinstance(timeout, BarrierOptions):
             timeout = None if timeout.timeout == _UNSET else timeout.timeout
-        self._monitored += 1
+        number = self._monitored.next()
         limit_s = self.unisono_group.timeout_s if timeout is None else timeout.total_seconds()
-        monitor.barrier(self.unisono_group, limit_s, wait_all_ranks, tag=-self._monitored)
+        monitor.barrier(self.unisono_group, limit_s, wait_all_ranks, tag=-number)
 
     # -- point to point
 
