@@ -209,12 +209,12 @@ void Engine::when_done(Ticket& ticket, std::function<void()> callback) {
   callback();
 }
 
-bool Engine::run_head(bool may_interrupt) {
+bool Engine::run_head(bool may_interrupt, const Ticket* awaited) {
   if (!group_->run_mutex.try_lock()) return false;
   std::shared_ptr<Ticket> head;
   {
     std::lock_guard lock(queue_mutex_);
-    if (!queue_.empty()) head = queue_.front();
+    if (!queue_.empty() && !(awaited && awaited->done.load(std::memory_order_relaxed))) head = queue_.front();
   }
   if (!head) {
     group_->run_mutex.unlock();
@@ -245,7 +245,7 @@ bool Engine::wait(Ticket& ticket, int64_t timeout_ns, bool may_interrupt, bool& 
         end_messages();
       else if (now_ns() - begin > 200'000 && unmanned())
         tend_messages();
-    } else if ((timeout_ns == 0 || unmanned()) && run_head(may_interrupt)) {
+    } else if ((timeout_ns == 0 || unmanned()) && run_head(may_interrupt, &ticket)) {
       // With a limit the work is left to the progress thread, unless there is none.
       continue;
     }

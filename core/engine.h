@@ -60,8 +60,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool progress_once();  // false: nothing is left to do and the group is closed
   void tend_messages();  // moves them on for some milliseconds, and sees to their deadlines and peers
   void progress();
-  bool run_head(bool may_interrupt);  // false: nothing to run now. Takes run_mutex if it is free, and gives it back
-                                      // before on_done.
+  // False: nothing to run now. Takes run_mutex if it is free, and gives it back before on_done. With `awaited`: only
+  // what stands before that ticket, and the ticket itself; who waits for one call must not get into a later one.
+  bool run_head(bool may_interrupt, const Ticket* awaited = nullptr);
   void finish(Ticket& ticket, Code code);
   static void mark_done(Ticket& ticket, Code code);
   void announce(Ticket& ticket);

@@ -29,6 +29,7 @@ from torch.distributed import ProcessGroup
 from . import _core
 from .agreement import NO_OP, OP_NAMES, Request, compare
 from .composed_work import JoinedWork
+from .counter import Counter
 from .direct import Direct
 
 __all__ = ["Composition", "Lists", "Rooted", "composition_of"]
@@ -92,7 +93,7 @@ class _Asking:
         self._pg = weakref.ref(pg)  # what is kept for a group must not keep the group
         self.rank = pg.rank()
         self.size = pg.size()
-        self.seq = 0
+        self._calls = Counter()
         self.can_ask = any(device.type == "cpu" for device in pg._device_types)
 
     @property
@@ -102,13 +103,13 @@ class _Asking:
         return pg
 
     def ask(self, request: Request) -> None:
-        self.seq += 1
+        seq = self._calls.next()
         if self.can_ask:
             # Not over Python's bytes: a backend's thread may let go of the tensors when Python has ended.
             mine = torch.tensor(list(request.bytes), dtype=torch.uint8)
             shown = [torch.empty_like(mine) for _ in range(self.size)]
             dist.all_gather(shown, mine, group=self.pg)
-            compare(self.pg, self.seq, request, [bytes(letter.tolist()) for letter in shown])
+            compare(self.pg, seq, request, [bytes(letter.tolist()) for letter in shown])
 
     def all_to_all(
         self,

@@ -1,16 +1,15 @@
-"""The products of the fused matmuls: float32 sums (float64 of float64), by the fastest way this machine has.
+"""The products of the fused matmuls: float32 sums (float64 of float64), in one of two ways.
 
-There are two ways. The core's own multiplies 16-bit and float32 matrices in one thread, and turns 16-bit numbers into
-float32 on the way into the cache. torch's float32 matmul uses all threads of the rank, on blocks of a 16-bit weight
-that are turned into float32 first. torch's own 16-bit matmul is no way: on CPUs without 16-bit matrix instructions it
-is 50 to 100 times slower, and it rounds every rank's products to 16 bits. Which way is faster is measured once per
-process for few and for many rows; ``UNISONO_GEMM=core`` or ``torch`` decides instead.
+The core's own multiplies 16-bit and float32 matrices in one thread, and turns 16-bit numbers into float32 on the way
+into the cache. torch's float32 matmul uses all threads of the rank, on blocks of a 16-bit weight that are turned into
+float32 first. torch's own 16-bit matmul is no way: on CPUs without 16-bit matrix instructions it is 50 to 100 times
+slower, and on all of them it rounds every rank's products to 16 bits. The two sum in different orders, so which one it
+is follows from a rule (:func:`_is_for_core`) and not from time: the same on all ranks and in every run.
+``UNISONO_GEMM=core`` or ``torch`` decides instead.
 """
 
 from __future__ import annotations
 
-import functools
-import time
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +18,7 @@ from . import _core, settings
 
 FEW_ROWS = 4  # as in core/gemm.cc: up to here the core reads a weight where it is
 _BLOCK = 1 << 18  # elements of a 16-bit weight that are turned into float32 at a time: half of a usual L2 cache
-_MARGIN = 1.25  # how much faster torch must be in the measurement: so that chance does not change results' last bits
+_MANY_ROWS = 128  # from here on torch's float32 matmul is about as fast as the core in one thread, and can use more
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -37,7 +36,7 @@ class PreparedWeight:
 
     It stands wherever a fused matmul takes a weight, for inference: no gradient reaches it, and the weight must not
     change afterwards. It holds the weight itself, for calls with few rows, and twice (16 bit) or once (32 bit) as much
-    memory again. Layout and speed are those of this process's CPU and torch.get_num_threads() at this moment.
+    memory again. The layout is that of this process's CPU.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -56,7 +55,7 @@ class PreparedWeight:
         self.ready = self.weight
         if self.dtype is torch.float64:
             return
-        if _core_is_faster(self.dtype, False, torch.get_num_threads()):
+        if _is_for_core(self.dtype, FEW_ROWS + 1):
             width = _core.panel_columns()
             self.ready = torch.empty(-(-n // width), k, width)
             _core.pack_panels(self.weight, self.ready)
@@ -68,8 +67,10 @@ class PreparedWeight:
 
     def for_rows(self, rows: int) -> torch.Tensor:
         """The tensor to use for this many rows."""
-        few = rows <= FEW_ROWS and self.weight.stride(1) == 1 and self.ready.dim() == 3
-        return self.weight if few else self.ready
+        if self.ready.dim() == 2:
+            return self.ready
+        few = rows <= FEW_ROWS and self.weight.stride(1) == 1
+        return self.weight if few or not _is_for_core(self.dtype, rows) else self.ready
 
     def __repr__(self) -> str:
         return f"PreparedWeight({list(self.shape)}, {self.dtype})"
@@ -92,11 +93,8 @@ def multiply(
     """Writes ``a[i] @ b[i] + bias[i]`` one behind the other into the flat ``out`` of :func:`wide` dtype."""
     if not a:
         return
-    by_core = False
-    if out.dtype is torch.float32 and out.device.type == "cpu":
-        few = max([x.shape[0] for x in a]) <= FEW_ROWS
-        by_core = _core_is_faster(b[0].dtype, few, torch.get_num_threads())
-    if by_core:
+    on_cpu = out.dtype is torch.float32 and out.device.type == "cpu"
+    if on_cpu and _is_for_core(a[0].dtype, max([x.shape[0] for x in a])):
         _core.multiply(a, b, columns, out, bias)
     else:
         _by_torch(out, a, b, columns, bias)
@@ -127,21 +125,13 @@ def _by_torch(
                 torch.addmm(bias[i][j : j + step], x, block, out=y[:, j : j + step])
 
 
-@functools.lru_cache(maxsize=64)
-def _core_is_faster(dtype: torch.dtype, few: bool, threads: int) -> bool:
+def _is_for_core(dtype: torch.dtype, rows: int) -> bool:
+    """Whether the core multiplies matrices of this dtype, the tallest with so many rows.
+
+    It asks only for what is the same on all ranks and in every run on a machine: not for the depth of the product,
+    which ranks may cut unequally, and not for the threads of a process. The instruction set is the common one of all
+    ranks. Without one the core's kernels are plain loops.
+    """
     if settings.gemm:
         return settings.gemm == "core"
-    m, k, n = (FEW_ROWS if few else 64), 256, 512
-    a = [torch.ones(m, k, dtype=dtype)]
-    b = [torch.ones(k, n, dtype=dtype)]
-    out = torch.empty(m * n)
-
-    def best_of(way: object) -> float:
-        times = []
-        for _ in range(5):
-            begin = time.perf_counter()
-            way(out, a, b, [n], None)  # type: ignore[operator]
-            times.append(time.perf_counter() - begin)
-        return min(times)
-
-    return best_of(lambda out, a, b, n, bias: _core.multiply(a, b, n, out, bias)) <= _MARGIN * best_of(_by_torch)
+    return _core.isa() != "scalar" and (dtype is not torch.float32 or rows < _MANY_ROWS)

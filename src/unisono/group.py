@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import itertools
 import os
 import secrets
 import weakref
@@ -23,6 +22,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from . import _core, rendezvous, settings
+from .counter import Counter
 from .errors import ClosedError, MismatchError
 from .handle import Handle
 
@@ -31,7 +31,7 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 _LINGER_S = 0.2  # how long close() waits for the others to close too
 _open_groups: weakref.WeakSet[Group] = weakref.WeakSet()
 _by_key: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+_numbers = Counter()
 
 
 def _reduce_ops() -> dict[Any, int]:
@@ -104,11 +104,11 @@ class Group:
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.name: str = comm.name
-        self.key: str = f"{self.name}@unisono{next(_numbers)}"
+        self.key: str = f"{self.name}@unisono{_numbers.next()}"
         self.ranks: list[int] = list(ranks)
         self.timeout_s = timeout_s
         self._store: Store | None = None
-        self._splits = 0
+        self._splits = Counter()
         _open_groups.add(self)
         _by_key[self.key] = self
 
@@ -153,8 +153,8 @@ class Group:
                 raise ValueError(f"argument 'ranks' must be different ranks from 0 to {self.size - 1}, got {members}")
             if self.rank not in members:
                 raise ValueError(f"argument 'ranks' must contain this rank, {self.rank}, got {members}")
-        self._splits += 1
-        child = f"{self.name}/{self._splits}" if name is None else name
+        number = self._splits.next()  # all ranks split together, so they agree on it
+        child = f"{self.name}/{number}" if name is None else name
         block = self._comm.make_block(len(members)) if members else 0
         # Every rank shows what it wants, where its control block is, and a number nobody had before.
         mine = torch.tensor([_number(members, name), block, secrets.randbits(62)], dtype=torch.int64)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import Any, Protocol
@@ -138,21 +139,33 @@ class PendingWork:
 
     def wait(self, timeout_s: float) -> bool:
         """Waits; False if the call is not over after ``timeout_s``."""
-        if self._over:
-            return True
+        end = time.monotonic() + timeout_s
+        # One thread at a time: gloo's receive would take a second wait for that of another message.
+        if not self._turn.acquire(timeout=timeout_s or -1):
+            return False
+        try:
+            if not self._over:
+                self._over = self._wait_for_work(max(end - time.monotonic(), 1e-3) if timeout_s else 0.0)
+            return self._over
+        finally:
+            self._turn.release()
+
+    def _wait_for_work(self, timeout_s: float) -> bool:
         try:
             if timeout_s:
-                self._work.wait(timedelta(seconds=max(timeout_s, 1e-3)))  # torch counts milliseconds, and 0 is no limit
+                self._work.wait(timedelta(seconds=timeout_s))  # torch counts milliseconds, and 0 is no limit
             else:
                 self._work.wait()
         except Exception as error:
             if timeout_s and not self._work.is_completed():
                 return False
             self._error = error
-        with self._turn:
-            if not self._over and self._error is None and self._finish is not None:
+            return True
+        try:
+            if self._finish is not None:
                 self._finish()
-            self._over = True
+        except Exception as error:
+            self._error = error
         return True
 
     def error(self) -> Exception | None:

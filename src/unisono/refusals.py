@@ -28,6 +28,17 @@ class RefusedLayoutError(NotImplementedError, ValueError):
     """A function does not take tensors of this layout, or got none."""
 
 
+def is_refusal(error: Exception) -> bool:
+    """Whether an error of a call is about its arguments: raised by the core, or by our own Python.
+
+    Not so one that a signal handler has raised while the call waited: its traceback ends in that handler.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is None or str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] == __package__
+
+
 def refusal(name: str, arguments: Sequence[Any], error: Exception) -> Exception:
     """The error to raise for a call that the core refused with ``error``."""
     text = str(error)

@@ -1,25 +1,45 @@
-"""Tensors with gaps or in another order, which the core does not take: contiguous copies for the time of a call.
+"""Copies for the time of a call: of tensors with gaps or in another order, which the core does not take, and of tensors
+that share memory with those of another call of the same list.
 
-torch's own groups take them for most collectives, so the torch backend does for all of them.
+torch's own groups take both for most collectives, so the torch backend does for all of them.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .refusals import RefusedValueError
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_plain(argument: Any) -> bool:
+    """Says whether the core takes an argument as it is, for all that a copy could change."""
+    kind = type(argument)
+    if kind in _PLAIN_TYPES:
+        return argument.layout is torch.strided and bool(argument.is_contiguous())
+    if kind is tuple or kind is list:
+        return all(map(is_plain, argument))
+    return not issubclass(kind, (torch.Tensor, list, tuple))
+
 
 class Copies:
-    """The arguments of a call, with a contiguous copy for each tensor that is not contiguous; false if none is."""
+    """The arguments of a call, with a contiguous copy for each tensor that is not contiguous; false if none is.
 
-    def __init__(self, arguments: tuple[Any, ...], outputs: list[torch.Tensor]) -> None:
-        self._outputs = outputs
+    The first argument is what the call writes. ``apart`` are ids of tensors to copy in any case.
+    """
+
+    def __init__(self, arguments: tuple[Any, ...], apart: Collection[int] = ()) -> None:
+        self._apart = apart
         self._back: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._made = False
         self._lock = threading.Lock()
-        self.arguments = tuple(self._contiguous(argument) for argument in arguments)
+        self.arguments = tuple(self._contiguous(argument, i == 0) for i, argument in enumerate(arguments))
 
     def __bool__(self) -> bool:
         return self._made
@@ -31,15 +51,16 @@ class Copies:
                 tensor.copy_(copy)
             self._back = []
 
-    def _contiguous(self, argument: Any) -> Any:
+    def _contiguous(self, argument: Any, written: bool) -> Any:
         if isinstance(argument, (list, tuple)):
-            return [self._contiguous(part) for part in argument]
-        if not isinstance(argument, torch.Tensor) or argument.layout is not torch.strided or argument.is_contiguous():
+            return [self._contiguous(part, written) for part in argument]
+        if not isinstance(argument, torch.Tensor) or argument.layout is not torch.strided:
             return argument
-        written = any(argument is output for output in self._outputs)
+        if argument.is_contiguous() and id(argument) not in self._apart:
+            return argument
         if written and _repeats(argument):
             return argument  # cannot be written, and the core says so
-        copy = argument.detach().contiguous()
+        copy = argument.detach().clone(memory_format=torch.contiguous_format)
         self._made = True
         if written:
             self._back.append((argument.detach(), copy))
@@ -49,3 +70,90 @@ class Copies:
 def _repeats(tensor: torch.Tensor) -> bool:
     """Says whether several elements share their memory, as in an expanded tensor."""
     return any(stride == 0 and n > 1 for stride, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def overlapping(calls: Sequence[tuple[Any, ...]]) -> set[int]:
+    """The ids of tensors in a list of calls that share memory with another one there, if either is an output.
+
+    With copies of these, every input is read before any output is written. Where two results would have to be in one
+    place, that is an error, unless both come from the same numbers: calls with one tensor, which they change in place.
+    An input and an output of the same call are left to the core, which knows where the one may lie in the other.
+    """
+    last_end = 0
+    for start, end in sorted(map(_reach, _tensors(calls))):
+        if start < last_end:
+            break
+        last_end = end
+    else:
+        return set()  # the usual case
+    spans = []
+    for number, (output, *others) in enumerate(calls):
+        inputs = _tensors(others)
+        spans += [_Span(*_reach(tensor), tensor, number, True, not inputs) for tensor in _tensors([output])]
+        spans += [_Span(*_reach(tensor), tensor, number, False, False) for tensor in inputs]
+    spans.sort(key=lambda span: span.start)
+    found: set[int] = set()
+    reaching: list[_Span] = []  # those before that reach this far
+    for span in spans:
+        reaching = [other for other in reaching if other.end > span.start]
+        for other in reaching:
+            if span.is_output and other.is_output:
+                if not (span.is_input_too and other.is_input_too) and _share_a_byte(span.tensor, other.tensor):
+                    raise RefusedValueError(
+                        "ProcessGroupUnisono: two outputs of one coalesced call share memory, of shapes "
+                        f"{list(other.tensor.shape)} and {list(span.tensor.shape)}: one would overwrite the other"
+                    )
+            elif span.number == other.number or not (span.is_output or other.is_output):
+                continue
+            found |= {id(span.tensor), id(other.tensor)}
+        reaching.append(span)
+    return found
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A tensor in a list of calls, and from where to where it reaches in memory."""
+
+    start: int
+    end: int
+    tensor: torch.Tensor
+    number: int  # of the call
+    is_output: bool
+    is_input_too: bool
+
+
+def _reach(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first address of a tensor, and the first behind it."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * tensor.element_size()
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _share_a_byte(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors whose spans overlap do so themselves: rows between the rows of the other do not."""
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    start = min(one.data_ptr(), other.data_ptr())
+    marks = torch.zeros(max(_reach(one)[1], _reach(other)[1]) - start, dtype=torch.bool)
+
+    def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.element_size()
+        strides = (*(stride * size for stride in tensor.stride()), 1)
+        return marks.as_strided((*tensor.shape, size), strides, tensor.data_ptr() - start)
+
+    bytes_of(one).fill_(True)
+    return bool(bytes_of(other).any())
+
+
+def _tensors(arguments: Sequence[Any]) -> list[torch.Tensor]:
+    """The dense tensors with elements in lists of lists."""
+    found = []
+    for part in arguments:
+        if isinstance(part, torch.Tensor):
+            if part.layout is torch.strided and part.numel():
+                found.append(part)
+        elif isinstance(part, (list, tuple)):
+            found += _tensors(part)
+    return found

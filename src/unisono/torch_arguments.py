@@ -18,9 +18,9 @@ def settled(argument: Any) -> Any:
     """Waits for the results of functional collectives in an argument and puts the tensors in their place."""
     if isinstance(argument, AsyncCollectiveTensor):
         return argument.trigger_wait()  # type: ignore[no-untyped-call]
-    if isinstance(argument, (list, tuple)) and any(isinstance(part, AsyncCollectiveTensor) for part in argument):
-        return [settled(part) for part in argument]
-    return argument
+    if isinstance(argument, tuple):
+        return tuple(settled(part) for part in argument)
+    return [settled(part) for part in argument] if isinstance(argument, list) else argument
 
 
 def one(tensors: Any) -> Tensor:

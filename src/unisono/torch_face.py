@@ -11,19 +11,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions, Store
 
 from . import groups, monitor, refusals, sparse, tensors
+from .counter import Counter
 from .group import Group, _reduce_op
 from .handle import Handle
-from .strided import Copies
+from .strided import Copies, is_plain, overlapping
 from .torch_arguments import counts, nested, one, reduction, settled
 from .uncompiled import keep_uncompiled
-from .work import FINISHED, Work, flat
+from .work import FINISHED, Work
 
 Tensor = torch.Tensor
 _CPU = torch.device("cpu")
@@ -56,8 +57,8 @@ class Face:
         # DDP.join hands a Work to C++ that does not keep its Python half alive, without which it never ends.
         self._small: deque[Work] = deque(maxlen=64)
         self._comm_name = f"unisono%{group.name}%{group._comm.id:016x}"
-        self._splits = 0
-        self._monitored = 0
+        self._splits = Counter()
+        self._monitored = Counter()
 
     # -- what torch asks a group about itself
 
@@ -170,10 +171,10 @@ class Face:
     ) -> Any:
         """Makes a group of some of this group's ranks; all of its ranks call it, and those not listed get None."""
         members = list(ranks) if self.rank() in ranks else None
-        self._splits += 1  # all ranks split together, so they agree on it
+        number = self._splits.next()  # all ranks split together, so they agree on it
         child = self.unisono_group.split(
             members,
-            name=group_name or f"{self.group_name}/{self._splits}",
+            name=group_name or f"{self.group_name}/{number}",
             timeout_s=None if timeout is None else timeout.total_seconds(),
         )
         if child is None:
@@ -188,29 +189,28 @@ class Face:
     # -- collectives
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        tensor = one(tensors)
         if (
             self._takes_short_cut
             and type(opts) is AllreduceOptions
             and not (opts.asyncOp or self._batch is not None or _profiling())
+            and is_plain(tensor)
         ):
-            # The usual call in the fewest steps; whatever is refused here goes the long way below.
+            # The usual call in the fewest steps.
             limit = opts.timeout
+            timeout_s = self._timeout_s if limit == _UNSET else limit.total_seconds()
             try:
-                (tensor,) = tensors
-                timeout_s = self._timeout_s if limit == _UNSET else limit.total_seconds()
                 code, factor = _reduce_op(opts.reduceOp, None)
                 self.unisono_group._comm.all_reduce(tensor, None, code, factor, timeout_s, False)
                 return FINISHED
-            except (TypeError, ValueError):
-                pass
-        tensor = one(tensors)
+            except (TypeError, ValueError) as error:
+                _raise_refusal("all_reduce", (tensor,), error)
         op, options = reduction(opts)
         if tensor.layout is not torch.strided:
             try:
                 return Work((), [sparse.all_reduce(self.unisono_group, tensor, op)])
             except ValueError as error:
-                odd = () if tensor.layout is torch.sparse_coo else (tensor,)
-                raise refusals.refusal("all_reduce", odd, error) from None
+                _raise_refusal("all_reduce", () if tensor.layout is torch.sparse_coo else (tensor,), error)
         work = self._run("all_reduce", self.unisono_group.all_reduce, (tensor, op), [tensor], options, timeout)
         if work is not FINISHED and tensor.numel() <= 8:
             self._small.append(work)
@@ -338,9 +338,9 @@ class Face:
         """A barrier in which rank 0 names the ranks that did not come in time."""
         if isinstance(timeout, BarrierOptions):
             timeout = None if timeout.timeout == _UNSET else timeout.timeout
-        self._monitored += 1
+        number = self._monitored.next()
         limit_s = self.unisono_group.timeout_s if timeout is None else timeout.total_seconds()
-        monitor.barrier(self.unisono_group, limit_s, wait_all_ranks, tag=-self._monitored)
+        monitor.barrier(self.unisono_group, limit_s, wait_all_ranks, tag=-number)
 
     # -- point to point
 
@@ -372,17 +372,16 @@ class Face:
         now, timeout_s = self._manner(opts, timeout)
         now = now and self._batch is None
         end = _record(name, arguments) if _profiling() else None
-        try:
-            handle = verb(*arguments, async_op=not now, timeout_s=timeout_s)
-            copies: tuple[Copies, ...] = ()
-        except (TypeError, ValueError) as error:
-            handle, copies = _again(name, verb, arguments, outputs, timeout_s, error, end)
-            now = False
+        copies = None
+        if not is_plain(arguments):
+            copies = Copies(settled(arguments))
+            arguments, now = copies.arguments, now and not copies
+        handle = _call(name, verb, arguments, now, timeout_s, end)
         if now:
             if end is not None:
                 end()
             return FINISHED
-        work = Work((handle,), outputs, end, copies)
+        work = Work((handle,), outputs, end, (copies,) if copies else ())
         if self._batch is not None:
             self._batch.append(work)
         return work
@@ -393,20 +392,20 @@ class Face:
         if not calls:
             raise refusals.not_one_tensor(0)
         now, timeout_s = self._manner(opts, None)
+        plain = is_plain(calls)
+        if not plain:
+            calls = [settled(arguments) for arguments in calls]
+        apart = overlapping(calls)
         end = _record(name, [arguments[0] for arguments in calls]) if _profiling() else None
-        handles: list[Handle] = []
         copies: list[Copies] = []
-        for arguments in calls:
-            try:
-                handle = verb(*arguments, async_op=not now, timeout_s=timeout_s)
-            except (TypeError, ValueError) as error:
-                handle, copied = _again(name, verb, arguments, outputs, timeout_s, error, end)
-                copies += copied
-            if handle is not None:
-                handles.append(handle)
-        if end is not None and not handles:
+        if apart or not plain:
+            copies = [Copies(arguments, apart) for arguments in calls]  # all before the first call writes anything
+            calls = [copied.arguments for copied in copies]
+            now = now and not any(copies)
+        handles = [_call(name, verb, arguments, now, timeout_s, end) for arguments in calls]
+        if end is not None and now:
             end()
-        work = Work(handles, outputs, end if handles else None, copies)
+        work = Work(() if now else handles, outputs, None if now else end, () if now else copies)
         if self._batch is not None:
             self._batch.append(work)
         return work
@@ -420,7 +419,7 @@ class Face:
         except (TypeError, ValueError) as error:
             if end is not None:
                 end()
-            raise refusals.refusal(name, (tensor,), error) from None
+            _raise_refusal(name, (tensor,), error)
         work = Work((handle,), [tensor], end)
         if self._batch is not None:
             self._batch.append(work)
@@ -446,28 +445,27 @@ class Face:
         )
 
 
-def _again(
+def _call(
     name: str,
     verb: Callable[..., Any],
     arguments: tuple[Any, ...],
-    outputs: Any,
+    now: bool,
     timeout_s: float,
-    error: Exception,
     end: Callable[[], None] | None,
-) -> tuple[Handle, tuple[Copies, ...]]:
-    """Makes a call that was refused with settled tensors and contiguous copies where there are any; else torch's error.
+) -> Any:
+    """Calls a verb of the group; ``end`` closes the profiler's range if that is refused."""
+    try:
+        return verb(*arguments, async_op=not now, timeout_s=timeout_s)
+    except (TypeError, ValueError) as error:
+        if end is not None:
+            end()
+        _raise_refusal(name, arguments, error)
 
-    The result of a functional collective that nobody has used yet has no memory of its own, and is to be settled.
-    """
-    known = tuple(settled(argument) for argument in arguments)
-    copies = Copies(known, [settled(output) for output in flat(outputs)])
-    if copies or any(a is not b for a, b in zip(known, arguments, strict=True)):
-        try:
-            return verb(*copies.arguments, async_op=True, timeout_s=timeout_s), (copies,)
-        except (TypeError, ValueError) as second:
-            error = second
-    if end is not None:
-        end()
+
+def _raise_refusal(name: str, arguments: Sequence[Any], error: Exception) -> NoReturn:
+    """Raises the core's refusal of a call in torch's words, and any other error as it is."""
+    if not refusals.is_refusal(error):
+        raise error
     raise refusals.refusal(name, arguments, error) from None
 
 

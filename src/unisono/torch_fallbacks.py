@@ -2,8 +2,8 @@
 
 ``_c10d_functional::all_gather_into_tensor_out`` and ``reduce_scatter_tensor_out``, which inductor makes of collectives
 into a given buffer, ask the group for its C++ backend, and ``batch_p2p_ops`` for its batches. The kernels here ask the
-group itself; they are registered for CPU tensors, which stands before torch's kernel for any device, and serve the
-groups of every backend alike. Importing the module registers them.
+group itself. They are registered for CPU tensors, which stands before torch's kernel for any device, so they hand the
+groups of other backends on to that one. Importing the module registers them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
+from . import groups
 from .uncompiled import keep_uncompiled
 from .work import Work as UnisonoWork
 
@@ -68,6 +69,20 @@ def _batch_p2p_ops(
     return results
 
 
+def _for_our_groups(name: str, ours: Callable[..., Any]) -> None:
+    """Registers a kernel that takes the calls on groups of ours, and leaves all others to torch's kernel."""
+    torchs = torch.library.get_kernel(f"_c10d_functional::{name}", "CPU")
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        group = args[-1]  # the last argument of all three operators, but for `out`
+        if groups.face(_group(group)) is None:
+            return torchs.call_boxed(keys, *args, **kwargs)
+        return ours(*args, **kwargs)
+
+    keep_uncompiled(kernel, ours)
+    _library.impl(name, kernel, "CPU", with_keyset=True)
+
+
 _KERNELS: dict[str, Callable[..., Any]] = {
     "all_gather_into_tensor_out": _all_gather_into_tensor_out,
     "reduce_scatter_tensor_out": _reduce_scatter_tensor_out,
@@ -75,5 +90,4 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 }
 for _name, _kernel in _KERNELS.items():
     if hasattr(torch.ops._c10d_functional, _name):
-        keep_uncompiled(_kernel)
-        _library.impl(_name, _kernel, "CPU")
+        _for_our_groups(_name, _kernel)

@@ -218,6 +218,58 @@ def test_a_work_that_fails():
     assert handle.is_completed() and "connection reset" in str(handle.exception()) and not finished
 
 
+class _Receive:
+    """A receive of gloo: a second wait would take another message."""
+
+    def __init__(self):
+        self.waits = 0
+        self.waited_for = threading.Event()
+        self.message = threading.Event()
+
+    def is_completed(self):
+        return False
+
+    def wait(self, timeout=None):
+        self.waits += 1
+        self.waited_for.set()
+        assert self.message.wait(20)
+
+
+def test_a_work_is_waited_for_once():
+    from unisono.handle import PendingWork
+
+    work, called, finished = _Receive(), threading.Event(), []
+    handle = Handle(PendingWork(work, lambda: finished.append(1)), "recv", None)
+    handle.when_done(called.set)
+    assert work.waited_for.wait(20)
+    with pytest.raises(unisono.CollectiveTimeoutError):
+        handle.wait(0.01)
+    assert work.waits == 1
+    waiting = [threading.Thread(target=handle.wait) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    work.message.set()
+    handle.wait()
+    for thread in waiting:
+        thread.join(20)
+    assert called.wait(20) and work.waits == 1 and finished == [1] and handle.exception() is None
+
+
+def test_a_last_step_that_fails():
+    from unisono.handle import PendingWork
+
+    def fail():
+        raise RuntimeError("no memory")
+
+    work = _Receive()
+    work.message.set()
+    handle = Handle(PendingWork(work, fail), "all_reduce", None)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no memory"):
+            handle.wait()
+    assert work.waits == 1
+
+
 def test_finished():
     handle = Handle(Finished(), "all_reduce", 5)
     assert handle.is_completed() and handle.result() == 5 and asyncio.run(_result(handle)) == 5

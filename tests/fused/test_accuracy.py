@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+
 import pytest
 import torch
 
 import unisono
 from tests.fused.cases import numbers
+from unisono import fused_gemm
+from unisono.testing import run_ranks
 
 
 def errors(group, dtype, k, rows, weights):
@@ -41,7 +46,7 @@ def test_no_larger_than_float32_rounded_once(pool, size, k, dtype, weights):
 
 def by_both_ways(group, dtype):
     """Both ways of computing a product, and both dimensions' orders."""
-    from unisono import _core, fused_gemm
+    from unisono import _core
 
     x, w = numbers(37, 300, dtype=dtype, seed=(1, 0, 0, 1)), numbers(300, 513, dtype=dtype, seed=(1, 0, 0, 2))
     bias = numbers(513, dtype=torch.float32, seed=(1, 0, 0, 3))
@@ -64,9 +69,9 @@ def test_both_ways_of_a_product(pool, size, dtype):
     pool.run(by_both_ways, dtype)
 
 
-def several_threads(group):
-    """With more threads than one, or by the setting, torch multiplies; results agree."""
-    from unisono import fused_gemm, settings
+def by_setting(group):
+    """By the setting the core or torch multiplies; results agree."""
+    from unisono import settings
 
     x, w = (
         numbers(20, 64, dtype=torch.float16, seed=(2, 0, 0, 1)),
@@ -75,14 +80,44 @@ def several_threads(group):
     results = []
     for way in ("core", "torch", ""):
         settings.gemm = way
-        fused_gemm._core_is_faster.cache_clear()
         results.append(unisono.matmul_all_reduce(x, w, group).float())
         results.append(unisono.matmul_all_reduce(x, unisono.PreparedWeight(w), group).float())
-    fused_gemm._core_is_faster.cache_clear()
     for y in results:
         torch.testing.assert_close(y, results[0], rtol=2e-3, atol=1e-2)
 
 
 @pytest.mark.parametrize("size", [2])
 def test_the_way_may_be_set(pool, size):
-    pool.run(several_threads)
+    pool.run(by_setting)
+
+
+def bits(group, slow, threads, dtype):
+    """Products of a process whose clock finds one of two ways slow, the first or the second that is measured."""
+    readings = itertools.count()
+
+    def clock():
+        turn, is_end = divmod(next(readings), 2)
+        took = 1.0 if (turn % 10 < 5) == (slow == "first") else 1e-3
+        return 10.0 * turn + is_end * took
+
+    time.perf_counter = clock
+    torch.set_num_threads(threads)
+    results = []
+    for rows in (3, 40, 127, 200):
+        x, w = numbers(rows, 300, dtype=dtype, seed=(3, 0, 0, 1)), numbers(300, 513, dtype=dtype, seed=(3, 0, 0, 2))
+        for weight in (w, unisono.PreparedWeight(w)):
+            y = torch.empty(rows * 513)
+            used = weight if weight is w else weight.for_rows(rows)
+            fused_gemm.multiply(y, [x], [used], [513], None)
+            results.append(y.numpy().tobytes())
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_neither_time_nor_threads_choose_the_way(dtype):
+    one, same, two, also = (
+        run_ranks(1, bits, slow, threads, dtype)[0] for threads in (1, 2) for slow in ("first", "second")
+    )
+    assert one == same and two == also
+    # torch's own float32 matmul, of the tallest, may depend on its threads.
+    assert one[:6] == two[:6] and (dtype is torch.float32 or one == two)
