@@ -27,7 +27,8 @@ class Door {
   }
   const std::string& name() const { return door_->name(); }
   std::unique_ptr<Communicator> join(int rank, int size, const std::string& group, nb::bytes nonce, uint64_t id,
-                                     double timeout_s, const std::vector<std::string>& names) {
+                                     double timeout_s, const std::vector<std::string>& names,
+                                     std::optional<double> limit_s) {
     Token token;
     if (nonce.size() != sizeof token || names.size() != static_cast<size_t>(size) || size > kMostRanks)
       throw nb::value_error(
@@ -39,7 +40,7 @@ class Door {
     std::shared_ptr<Engine> engine;
     {
       nb::gil_scoped_release release;
-      engine = door_->join(heap_, facts, token, names, failure);
+      engine = door_->join(heap_, facts, token, names, nanoseconds(limit_s.value_or(timeout_s)), failure);
     }
     if (!engine) raise(failure, group, rank);
     return std::make_unique<Communicator>(std::move(engine));
@@ -186,6 +187,7 @@ NB_MODULE(_core, m) {
   m.attr("VERBS") = numbers_of<Verb>(&verb_name);
   m.attr("OPS") = numbers_of<RedOp>(&redop_name);
   m.attr("DTYPES") = numbers_of<DType>(&dtype_name);
+  m.attr("LAYOUT") = kLayoutVersion;
   m.attr("INLINE_BYTES") = kInlineBytes;
   m.attr("SLOT_BYTES") = kSlotBytes;
   m.attr("STAGE_BYTES") = kPieceBytes;
@@ -237,7 +239,11 @@ NB_MODULE(_core, m) {
       .def("offset_of", &Communicator::offset_of)
       .def("peer_bytes", &Communicator::peer_bytes);
 
-  nb::class_<Door>(m, "Door").def(nb::init<>()).def_prop_ro("name", &Door::name).def("join", &Door::join);
+  nb::class_<Door>(m, "Door")
+      .def(nb::init<>())
+      .def_prop_ro("name", &Door::name)
+      .def("join", &Door::join, "rank"_a, "size"_a, "group"_a, "nonce"_a, "id"_a, "timeout_s"_a, "names"_a,
+           "limit_s"_a = nb::none());
 
   nb::class_<Yardstick>(m, "Yardstick")
       .def("__init__",

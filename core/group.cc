@@ -87,6 +87,27 @@ Membership* membership_of(const Block& block, std::byte* heap_base, size_t capac
 
 }  // namespace
 
+Member member_of(const Peer& peer) {
+  if (!peer.met) return {};
+  return {membership_of(peer.block, peer.heap_base, peer.heap_capacity), peer.block.membership_use()};
+}
+
+PeerState state_of(const Peer& peer, const Member& member, std::string* reason) {
+  const auto& [line, use] = member;
+  if (line && line->use.load(std::memory_order_acquire) != use) return PeerState::left;
+  if (line && line->left.load(std::memory_order_acquire) == use) {  // pairs with Group::close
+    if (reason) {
+      alignas(uint64_t) char words[sizeof line->reason];
+      copy_words(words, line->reason, sizeof words);
+      fence(std::memory_order_acquire);
+      if (line->use.load(std::memory_order_relaxed) == use) *reason = text_in(words);
+    }
+    return PeerState::left;
+  }
+  if (!line && !peer.link) return PeerState::left;
+  return peer.link && peer.link->hung_up() ? PeerState::died : PeerState::alive;
+}
+
 Group::Group(GroupFacts facts, std::shared_ptr<Heap> heap, std::vector<Peer> peers)
     : facts_(std::move(facts)),
       heap_(std::move(heap)),
@@ -97,8 +118,7 @@ Group::Group(GroupFacts facts, std::shared_ptr<Heap> heap, std::vector<Peer> pee
       tables_(peers_.size() * peers_.size()),
       rings_(peers_.size()) {
   syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0, 0);  // for withdraw, in a peer
-  for (const Peer& p : peers_)
-    members_.push_back({membership_of(p.block, p.heap_base, p.heap_capacity), p.block.membership_use()});
+  for (const Peer& p : peers_) members_.push_back(member_of(p));
 }
 
 Group::~Group() {
@@ -145,22 +165,6 @@ void Group::release_block() {
   for (std::byte* at : left_) heap_->release(at);
   for (std::byte* block : left_blocks_) drop_block(*heap_, block);
   drop_block(*heap_, mine_.base());
-}
-
-PeerState Group::state_of(int r, std::string* reason) const {
-  const auto& [line, use] = members_[static_cast<size_t>(r)];
-  if (!line || line->use.load(std::memory_order_acquire) != use) return PeerState::left;
-  if (line->left.load(std::memory_order_acquire) == use) {  // pairs with Group::close
-    if (reason) {
-      alignas(uint64_t) char words[sizeof line->reason];
-      copy_words(words, line->reason, sizeof words);
-      fence(std::memory_order_acquire);
-      if (line->use.load(std::memory_order_relaxed) == use) *reason = std::string(words, strnlen(words, sizeof words));
-    }
-    return PeerState::left;
-  }
-  const auto& link = peer(r).link;
-  return link && link->hung_up() ? PeerState::died : PeerState::alive;
 }
 
 bool Group::all_left() const {

@@ -80,7 +80,18 @@ struct Peer {
   Block block;
   std::shared_ptr<Link> link;  // null for this rank itself, and for ranks that are threads
   pid_t pid = 0;
+  bool met = true;  // false: only the link is its own; another's memory stands in for what was never mapped
 };
+
+enum class PeerState : uint8_t { alive, left, died };
+
+// A rank's line among its heap's memberships, and which of the line's users a group is.
+struct Member {
+  const Membership* line = nullptr;  // null: unknown, or an impossible one; then only the link tells
+  uint64_t use = 0;
+};
+Member member_of(const Peer& peer);
+PeerState state_of(const Peer& peer, const Member& member, std::string* reason = nullptr);
 
 struct GroupFacts {
   int rank = 0;
@@ -91,8 +102,6 @@ struct GroupFacts {
   bool crowded = false;          // more ranks than processors: give way instead of spinning
   size_t cache_bytes = 8 << 20;  // the smallest last-level cache of any rank
 };
-
-enum class PeerState : uint8_t { alive, left, died };
 
 class Group {
  public:
@@ -120,7 +129,9 @@ class Group {
   // Leave: peers learn it; calls return `closed`. Waiting calls of other threads end with `closed` too.
   void close(const std::string& reason);
   // Whether a peer is still in the group, and the words of one that left.
-  PeerState state_of(int r, std::string* reason = nullptr) const;
+  PeerState state_of(int r, std::string* reason = nullptr) const {
+    return unisono::state_of(peer(r), members_[static_cast<size_t>(r)], reason);
+  }
   bool all_left() const;  // no peer is here any more
   bool usable(Failure& failure);
   bool stopped() const { return stopped_.load(std::memory_order_acquire); }  // broken or closed
@@ -202,10 +213,6 @@ class Group {
   std::shared_ptr<Heap> heap_;
   std::vector<Peer> peers_;
   Block mine_;
-  struct Member {
-    const Membership* line = nullptr;  // null: its block names an impossible one
-    uint64_t use = 0;
-  };
   std::vector<Member> members_;
   int generation_;
   std::atomic<uint64_t> seq_{0};  // changed by whoever runs a call; others read it for messages

@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <bit>
 #include <cerrno>
@@ -193,21 +194,30 @@ void Mapping::replace(std::byte* copy, size_t bytes) {
 }
 
 std::shared_ptr<Mapping> map_peer(const Token& token, int fd, size_t capacity, Failure& failure) {
+  // Sealed before it is mapped: a file that can shrink would turn a later read into a SIGBUS. Only a memfd has seals.
+  constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+  struct stat st;
+  const int seals = fcntl(fd, F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals || fstat(fd, &st) != 0 || !S_ISREG(st.st_mode) ||
+      static_cast<size_t>(st.st_size) != capacity || capacity < sizeof(HeapHeader)) {
+    fail(failure, Code::system, "a peer sent a descriptor that is not a sealed heap of the size it named");
+    return nullptr;
+  }
   {
     std::lock_guard lock(region_mutex);
     auto found = region.peers.find(token);
     if (found != region.peers.end())
-      if (auto mapping = found->second.lock()) return mapping;
-  }
-  struct stat st;
-  if (fstat(fd, &st) != 0 || static_cast<size_t>(st.st_size) < capacity || capacity < sizeof(HeapHeader)) {
-    fail(failure, Code::system, "a peer sent a descriptor that is not a heap of the size it named");
-    return nullptr;
+      if (auto mapping = found->second.lock(); mapping && mapping->capacity() == capacity) return mapping;
   }
   auto mapping = Mapping::map(fd, capacity, failure);
   if (!mapping) return nullptr;
-  const auto* header = reinterpret_cast<const HeapHeader*>(mapping->base());
-  if (header->magic != HeapHeader::kMagic || header->layout != kLayoutVersion || header->token != token) {
+  // Each word is read once: the peer can write while we compare.
+  std::array<uint64_t, sizeof(HeapHeader) / sizeof(uint64_t)> words;
+  auto* from = reinterpret_cast<uint64_t*>(mapping->base());
+  for (size_t i = 0; i < words.size(); i++) words[i] = std::atomic_ref(from[i]).load(std::memory_order_relaxed);
+  const auto header = std::bit_cast<HeapHeader>(words);
+  if (header.magic != HeapHeader::kMagic || header.layout != kLayoutVersion || header.token != token ||
+      header.capacity != capacity) {
     fail(failure, Code::system, "a peer's memory does not carry the token it announced");
     return nullptr;
   }

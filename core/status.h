@@ -45,6 +45,14 @@ inline Code fail(Failure& failure, Code code, std::string text, std::vector<int>
   return code;
 }
 
+// The text in such an array, which lies in shared memory: copied first, since its end may change meanwhile.
+template <size_t room>
+std::string text_in(const char (&from)[room]) {
+  std::string text(from, room);
+  text.resize(strnlen(text.data(), room));
+  return text;
+}
+
 // Copies `text` into an array of `room` bytes, with a zero at its end; what does not fit is cut between two characters,
 // so that the reader's UTF-8 decoder never meets half of one.
 inline void copy_text(char* to, size_t room, const std::string& text) {

@@ -46,8 +46,7 @@ Code Group::health(Call& call, Owes owes) {
         if (p >= 0 && p < size()) about.push_back(p);
       if (about.empty()) about.push_back(r);
       if (static_cast<Code>(code) == Code::peer_lost) return lost(call, about);
-      std::string words(line.text, sizeof line.text);
-      words.resize(strnlen(words.data(), words.size()));
+      std::string words = text_in(line.text);
       Code kind = static_cast<Code>(code) == Code::interrupted ? Code::aborted : static_cast<Code>(code);
       if (words.find("(reported by") == std::string::npos) words += " (reported by rank " + std::to_string(r) + ")";
       return break_with(call, kind, words, about);

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch as _torch
 
 from . import _core, errors, settings
+from .version import __version__ as __version__
 
 _core.setup(
     _torch.Tensor,
@@ -54,8 +55,6 @@ from .tensors import empty, empty_like, is_shared, to_shared_, zeros  # noqa: E4
 from .torch_backend import ProcessGroupUnisono  # noqa: E402
 from .torch_groups import monitored_barrier, split_group  # noqa: E402
 from .uneven import all_gather_into_tensor_uneven, all_to_all_vc, reduce_scatter_tensor_uneven  # noqa: E402
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AbortedError",

@@ -8,6 +8,7 @@ from .errors import UnisonoError
 VERBS: dict[str, int]
 OPS: dict[str, int]
 DTYPES: dict[str, int]
+LAYOUT: int
 INLINE_BYTES: int
 SLOT_BYTES: int
 STAGE_BYTES: int
@@ -161,7 +162,15 @@ class Door:
     name: str
     def __init__(self) -> None: ...
     def join(
-        self, rank: int, size: int, group: str, nonce: bytes, id: int, timeout_s: float, names: Sequence[str], /
+        self,
+        rank: int,
+        size: int,
+        group: str,
+        nonce: bytes,
+        id: int,
+        timeout_s: float,
+        names: Sequence[str],
+        limit_s: float | None = None,
     ) -> Communicator: ...
 
 class Yardstick:

@@ -11,6 +11,7 @@ import atexit
 import hashlib
 import os
 import secrets
+import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -86,7 +87,8 @@ class Group:
     """Ranks of one host that call collectives together.
 
     Make one with :meth:`from_store`, :meth:`from_env` or :meth:`split`. ``rank`` is this process's number in the group,
-    ``ranks`` the numbers its members have in the group it was split from (0 … size-1 if it was not). ``key`` is a name
+    ``ranks`` the numbers its members have in the group it was split from, or those given to :meth:`from_store` (0 …
+    size-1 if there are none). ``key`` is a name
     no other group of this process has: torch operators carry it, and any ``group`` argument takes it.
 
     >>> from unisono.testing import run_ranks
@@ -116,11 +118,36 @@ class Group:
 
     @classmethod
     def from_store(
-        cls, store: Store, rank: int, size: int, *, name: str = "world", timeout_s: float | None = None
+        cls,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        ranks: Sequence[int] | None = None,
+        name: str = "world",
+        timeout_s: float | None = None,
     ) -> Group:
-        """Joins a group through a torch Store; every rank calls this with the same store, size and name."""
+        """Joins a group through a torch Store; every rank calls this with the same store, size, ranks and name.
+
+        ``ranks`` are the numbers the members have elsewhere, in a world they come from, and become ``group.ranks``;
+        0 … size-1 if None. Ranks that were told different sizes or lists get MismatchError.
+        """
         limit = settings.timeout_s if timeout_s is None else timeout_s
-        group = cls(rendezvous.meet(store, rank, size, name, limit), range(size), limit)
+        return cls._join(store, rank, size, ranks, name, limit, time.monotonic() + limit)
+
+    @classmethod
+    def _join(
+        cls,
+        store: Store,
+        rank: int,
+        size: int,
+        ranks: Sequence[int] | None,
+        name: str,
+        timeout_s: float,
+        deadline_s: float,
+    ) -> Group:
+        comm = rendezvous.meet(store, rank, size, ranks, name, timeout_s, deadline_s)
+        group = cls(comm, range(size) if ranks is None else ranks, timeout_s)
         group._store = store
         return group
 
@@ -133,8 +160,9 @@ class Group:
                 f"{', '.join(missing)} not set: start the ranks with torchrun, or make the group with Group.from_store"
             )
         limit = settings.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit
         store, rank, size = next(iter(torch_rendezvous("env://", timeout=timedelta(seconds=limit))))
-        return cls.from_store(store, rank, size, name=name, timeout_s=limit)
+        return cls._join(store, rank, size, None, name, limit, deadline)
 
     def split(
         self, ranks: Sequence[int] | None, *, name: str | None = None, timeout_s: float | None = None
@@ -156,30 +184,26 @@ class Group:
         number = self._splits.next()  # all ranks split together, so they agree on it
         child = f"{self.name}/{number}" if name is None else name
         block = self._comm.make_block(len(members)) if members else 0
-        # Every rank shows what it wants, where its control block is, and a number nobody had before.
-        mine = torch.tensor([_number(members, name), block, secrets.randbits(62)], dtype=torch.int64)
-        shown = torch.empty(self.size, 3, dtype=torch.int64)
+        # Every rank shows whom it wants, by what name, where its control block is, and a number nobody had before.
+        wanted = members + [-1] * (self.size - len(members))
+        mine = torch.tensor([_number(name), block, secrets.randbits(62), *wanted], dtype=torch.int64)
+        gathered = torch.empty(self.size, len(mine), dtype=torch.int64)
         comm = self._comm
         try:
-            self.all_gather(shown, mine)
+            self.all_gather(gathered, mine)
         except BaseException as error:
             # It may have gone well on other members: they learn that this rank does not come.
             if members:
                 comm.drop_block(block, members.index(self.rank), f"rank {self.rank} could not join the split: {error}")
             raise
-        differing = [r for r in members if shown[r, 0] != mine[0]]
-        if differing:
+        shown = gathered.tolist()
+        if any(shown[r][3:] != wanted or shown[r][0] != shown[self.rank][0] for r in members):
             comm.drop_block(block, 0, None)
-            error = MismatchError(
-                f'split of group "{self.name}": ranks {differing} gave other ranks or another name than '
-                f"rank {self.rank}, which gave {members}"
-            )
-            error.op, error.group, error.rank, error.peers = "split", self.name, self.rank, tuple(differing)
-            raise error
+            raise self._split_mismatch(members, [(row[0], [r for r in row[3:] if r >= 0]) for row in shown])
         if not members:
             return None
-        blocks = [int(shown[r, 1]) for r in members]
-        identity = _number(self._comm.id, shown.tolist(), members) | 1
+        blocks = [shown[r][1] for r in members]
+        identity = _number(self._comm.id, shown, members) | 1
         limit = self.timeout_s if timeout_s is None else timeout_s
         try:
             made = comm.split(members, blocks, members.index(self.rank), child, identity, limit)
@@ -187,6 +211,20 @@ class Group:
             comm.drop_block(block, members.index(self.rank), f"rank {self.rank} could not join the split: {error}")
             raise
         return Group(made, [self.ranks[r] for r in members], limit)
+
+    def _split_mismatch(self, members: list[int], wishes: list[tuple[int, list[int]]]) -> MismatchError:
+        """``wishes`` are, by rank, the number of the name and the list that each rank gave."""
+        mine = wishes[self.rank]
+        differing = tuple(r for r in members if wishes[r] != mine)
+        what = "the ranks" if any(wishes[r][1] != members for r in differing) else "the name"
+        text = f'split of group "{self.name}": ranks disagree on {what}'
+        for r, (name, wanted) in enumerate(wishes):
+            text += f"\n  rank {r}   {wanted or 'none'}"
+            if r in differing:
+                text += "   <- differs" if name == mine[0] else "   <- another name"
+        error = MismatchError(text)
+        error.op, error.group, error.rank, error.peers = "split", self.name, self.rank, differing
+        return error
 
     def close(self) -> None:
         """Leaves the group. Pending calls end with an error, the others learn that this rank left. Twice is fine."""

@@ -70,12 +70,14 @@ def create(opts: Any, backend_options: Any = None) -> Face:
 
 def join(opts: Any) -> Group:
     """Meets the other ranks of a group that torch is making."""
-    size = opts.group_size
-    group = Group.from_store(
-        opts.store, opts.group_rank, size, name=opts.group_id or "0", timeout_s=opts.timeout.total_seconds()
+    return Group.from_store(
+        opts.store,
+        opts.group_rank,
+        opts.group_size,
+        ranks=list(opts.global_ranks_in_group) or None,  # empty for the default group
+        name=opts.group_id or "0",
+        timeout_s=opts.timeout.total_seconds(),
     )
-    group.ranks = list(opts.global_ranks_in_group) or list(range(size))
-    return group
 
 
 def wanted_backends() -> dict[str, str]:

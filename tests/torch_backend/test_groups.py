@@ -100,6 +100,28 @@ def test_groups_come_and_go():
     world.run_fresh(4, _many_groups)
 
 
+def _other_lists(group):
+    """Two ranks make "the next group" with another partner each; torch gives both the same name."""
+    rank, size = group.rank, group.size
+    limit = timedelta(seconds=LONG_S)
+    dist.init_process_group("unisono", store=PrefixStore("t", group._store), rank=rank, world_size=size, timeout=limit)
+    text = ""
+    if rank != 1:
+        began = time.monotonic()
+        with pytest.raises(unisono.MismatchError) as caught:
+            dist.new_group([0, 1] if rank == 0 else [0, 2])
+        text = str(caught.value)
+        assert time.monotonic() - began < LONG_S / 2
+    assert _total() == 6
+    return text
+
+
+def test_new_group_with_different_lists():
+    first, _, third = world.run_fresh(3, _other_lists)
+    for text in (first, third):
+        assert "rank 0   2 ranks   [0, 1]" in text and "rank 2   2 ranks   [0, 2]" in text, text
+
+
 def _split():
     world_group = dist.group.WORLD
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -1,0 +1,132 @@
+"""Ranks that were told different things about a group: every one of them learns who wanted what, at once."""
+
+import time
+
+import pytest
+import torch
+from torch.distributed import FileStore
+
+import unisono
+from unisono import rendezvous
+from unisono.testing import run_ranks
+
+LONG_S = 60.0
+SOON_S = 20.0
+
+
+def _join(group, path, rank, size, ranks=None):
+    """The error, and nothing may have taken long."""
+    store = FileStore(path, group.size)
+    began = time.monotonic()
+    with pytest.raises(unisono.MismatchError) as caught:
+        unisono.Group.from_store(store, rank, size, name="g", timeout_s=LONG_S, ranks=ranks)
+    assert time.monotonic() - began < SOON_S
+    assert (caught.value.op, caught.value.group) == ("join", "g")
+    group.barrier()
+    return str(caught.value)
+
+
+def _sizes(group, path, sizes):
+    store = FileStore(path, group.size)
+    began = time.monotonic()
+    with pytest.raises(unisono.MismatchError) as caught:
+        unisono.Group.from_store(store, group.rank, sizes[group.rank], name="g", timeout_s=LONG_S)
+    assert time.monotonic() - began < SOON_S
+    assert (caught.value.op, caught.value.group, caught.value.rank) == ("join", "g", group.rank)
+    assert caught.value.peers and group.rank not in caught.value.peers
+    group.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sizes", [[2, 3], [3, 2], [3, 4, 3]])
+def test_sizes_differ(sizes, tmp_path):
+    """Also where ranks wait for others that will never come: rank 2 of [2, 3], rank 3 of [3, 4, 3]."""
+    for rank, text in enumerate(run_ranks(len(sizes), _sizes, str(tmp_path / "store"), sizes)):
+        assert text.startswith('joining group "g": ranks disagree on the size'), text
+        assert f"rank {rank}   {sizes[rank]} ranks" in text, text
+        for size in set(sizes):
+            assert f"   {size} ranks" in text, text
+
+
+def _lists(group, path):
+    """Ranks 0 and 2 want another partner each; rank 1 stays away."""
+    if group.rank == 1:
+        group.barrier()
+        return None
+    return _join(group, path, group.rank // 2, 2, [0, 1] if group.rank == 0 else [0, 2])
+
+
+def test_lists_differ(tmp_path):
+    first, _, third = run_ranks(3, _lists, str(tmp_path / "store"))
+    for text in (first, third):
+        assert text.startswith('joining group "g": ranks disagree on the ranks'), text
+        assert "rank 0   2 ranks   [0, 1]" in text and "rank 2   2 ranks   [0, 2]" in text, text
+
+
+def _agreed(group, path):
+    store = FileStore(path, group.size)
+    members = [2, 0]
+    if group.rank not in members:
+        group.barrier()
+        return None
+    own = unisono.Group.from_store(store, members.index(group.rank), 2, ranks=members, timeout_s=LONG_S)
+    t = torch.full((2,), float(group.rank))
+    own.broadcast(t, 0)
+    own.close()
+    group.barrier()
+    return own.ranks, t.tolist()
+
+
+def test_lists_agree(tmp_path):
+    assert run_ranks(3, _agreed, str(tmp_path / "store")) == [([2, 0], [2.0, 2.0]), None, ([2, 0], [2.0, 2.0])]
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 0], [0, 1, 2], [0, -1]])
+def test_lists_that_cannot_be(ranks, tmp_path):
+    with pytest.raises(ValueError, match="ranks"):
+        unisono.Group.from_store(FileStore(str(tmp_path / "s"), 2), 0, 2, ranks=ranks)
+
+
+def _versions(group, path):
+    if group.rank == 1:
+        rendezvous.VERSION = "0.0.7"
+    return _join(group, path, group.rank, 2)
+
+
+def test_versions_differ(tmp_path):
+    for text in run_ranks(2, _versions, str(tmp_path / "store")):
+        assert "ranks disagree on the version of unisono" in text and "0.0.7" in text, text
+
+
+def _twice_the_same_rank(group, path):
+    with pytest.raises(unisono.CollectiveTimeoutError) as caught:
+        unisono.Group.from_store(FileStore(path, 2), 0, 2, timeout_s=2.0)
+    group.barrier()
+    return str(caught.value)
+
+
+def test_two_processes_with_one_rank(tmp_path):
+    """Nobody can know which of them is wrong; the later one says that the name was in use."""
+    texts = run_ranks(2, _twice_the_same_rank, str(tmp_path / "store"))
+    assert sum("rank 0 has joined by this name 2 times" in text for text in texts) == 1, texts
+
+
+def _splits(group):
+    lists = [[0, 1], [1, 2], None]
+    with pytest.raises(unisono.MismatchError) as caught:
+        group.split(lists[group.rank])
+        if group.rank == 2:
+            raise unisono.MismatchError("")
+    t = torch.ones(1)
+    group.all_reduce(t)
+    assert t.item() == 3
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("size", [3])
+def test_split_names_who_wanted_what(pool, size):
+    first, second, _ = pool.run(_splits)
+    for text in (first, second):
+        assert "ranks disagree on the ranks" in text, text
+        assert "rank 0   [0, 1]" in text and "rank 1   [1, 2]" in text, text
+    assert "rank 2   none" in second, second

@@ -1,0 +1,91 @@
+// What map_peer believes: a sealed memfd of exactly the size that was named, which carries the token that was named.
+// Anything else is refused before it is touched, because a peer could make reading it a SIGBUS later.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdio>
+
+#include "region.h"
+
+using namespace unisono;
+
+namespace {
+
+constexpr size_t kBytes = size_t{1} << 24;
+constexpr int kAllSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+int failed = 0, passed = 0;
+
+void expect(bool ok, const char* what) {
+  (ok ? passed : failed)++;
+  if (!ok) std::fprintf(stderr, "FAILED: %s\n", what);
+}
+
+bool fill(int fd, size_t bytes, const HeapHeader& header) {
+  return ftruncate(fd, static_cast<off_t>(bytes)) == 0 &&
+         pwrite(fd, &header, sizeof header, 0) == static_cast<ssize_t>(sizeof header);
+}
+
+int memory(size_t bytes, const HeapHeader& header, int seals) {
+  int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (!fill(fd, bytes, header) || (seals && fcntl(fd, F_ADD_SEALS, seals) != 0)) std::perror("memory");
+  return fd;
+}
+
+HeapHeader header_of(const Token& token, size_t capacity) {
+  return {HeapHeader::kMagic, kLayoutVersion, token, capacity, 1};
+}
+
+std::shared_ptr<Mapping> map(int fd, const Token& token, size_t capacity) {
+  Failure failure;
+  auto mapping = map_peer(token, fd, capacity, failure);
+  expect(!mapping == (failure.code != Code::ok), "a failure exactly where there is no mapping");
+  close(fd);
+  return mapping;
+}
+
+void test_what_is_believed() {
+  const Token token = random_token();
+  const HeapHeader good = header_of(token, kBytes);
+  expect(map(memory(kBytes, good, kAllSeals), token, kBytes) != nullptr, "a sealed heap");
+  expect(map(memory(kBytes, good, kAllSeals | F_SEAL_FUTURE_WRITE), token, kBytes) == nullptr,
+         "a heap that cannot be written");
+  expect(map(memory(kBytes, good, 0), token, kBytes) == nullptr, "no seals");
+  for (int missing : {F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_SEAL})
+    expect(map(memory(kBytes, good, kAllSeals & ~missing), token, kBytes) == nullptr, "one seal is missing");
+  expect(map(memory(2 * kBytes, good, kAllSeals), token, kBytes) == nullptr, "larger than named");
+  expect(map(memory(kBytes / 2, good, kAllSeals), token, kBytes) == nullptr, "smaller than named");
+  expect(map(memory(kBytes, header_of(random_token(), kBytes), kAllSeals), token, kBytes) == nullptr, "another token");
+  expect(map(memory(kBytes, header_of(token, 2 * kBytes), kAllSeals), token, kBytes) == nullptr, "another capacity");
+  HeapHeader wrong = good;
+  wrong.magic++;
+  expect(map(memory(kBytes, wrong, kAllSeals), token, kBytes) == nullptr, "another magic number");
+
+  std::FILE* file = std::tmpfile();
+  expect(file && fill(fileno(file), kBytes, good) && map(dup(fileno(file)), token, kBytes) == nullptr,
+         "a file on a disk");
+  if (file) std::fclose(file);
+  int ends[2];
+  expect(pipe(ends) == 0 && map(ends[0], token, kBytes) == nullptr, "a pipe");
+  close(ends[1]);
+  expect(map(-1, token, kBytes) == nullptr, "no descriptor");
+}
+
+void test_one_mapping_per_heap() {
+  const Token token = random_token();
+  auto first = map(memory(kBytes, header_of(token, kBytes), kAllSeals), token, kBytes);
+  expect(first && map(memory(kBytes, header_of(token, kBytes), kAllSeals), token, kBytes) == first, "mapped once");
+  // Else what lies behind the end of the small heap would pass for a part of the large one.
+  auto larger = map(memory(2 * kBytes, header_of(token, 2 * kBytes), kAllSeals), token, 2 * kBytes);
+  expect(!larger || larger->capacity() == 2 * kBytes, "the same token with another size");
+}
+
+}  // namespace
+
+int main() {
+  set_heap_capacity(2 * kBytes);
+  test_what_is_believed();
+  test_one_mapping_per_heap();
+  std::printf("%d passed, %d failed\n", passed, failed);
+  return failed != 0;
+}
