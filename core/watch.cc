@@ -45,10 +45,11 @@ void Link::close_in_child() {
 
 bool Link::hung_up() {
   std::lock_guard lock(mutex_);
-  if (!hung_up_ && socket_ >= 0) {
-    char none;
-    ssize_t n = recv(socket_, &none, sizeof none, MSG_DONTWAIT);
-    hung_up_ = n >= 0 || (errno != EAGAIN && errno != EINTR);  // end of file, an error, or words nobody says here
+  char none;
+  ssize_t n = 1;
+  while (!hung_up_ && socket_ >= 0 && n > 0) {  // a hello that came too late for its join is read and forgotten
+    n = recv(socket_, &none, sizeof none, MSG_DONTWAIT);
+    hung_up_ = n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR);
   }
   return hung_up_;
 }
