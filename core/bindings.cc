@@ -169,7 +169,10 @@ NB_MODULE(_core, m) {
   });
   m.def("empty", &unisono::empty);
   m.def("empty_like", &unisono::empty_like);
-  m.def("is_shared", [](nb::handle t) { return in_region(view_tensor(t, "tensor").data); });
+  m.def("is_shared", [](nb::handle t) {
+    View view = view_tensor(t, "tensor");
+    return is_reachable(view.data, view.bytes());
+  });
   m.def("in_region", [](uintptr_t p) { return in_region(reinterpret_cast<const void*>(p)); });
   m.def("combine", &combine);
   m.def("heap_usage", &heap_usage);

@@ -202,7 +202,9 @@ class Communicator {
           "arguments 'output' and 'residual' must be of one dtype and have the elements this rank gets");
     if (!finishing_exists(in.dtype, out.dtype, static_cast<RedOp>(op)))
       throw nb::type_error("argument 'output' has no such reduction of 'products'");
-    auto hidden = [&](const std::byte* data, size_t n) { return n && !group().heap().holds(data); };
+    auto hidden = [&](const std::byte* data, size_t n) {
+      return n && (!group().heap().holds(data) || group().heap().is_detached(data, n));
+    };
     if (size_ > 1 &&
         (hidden(in.data, in.count) || hidden(out.data, out.count) || (counts && hidden(extra.data, extra.count))))
       throw nb::value_error("arguments 'products', 'output' and 'residual' must be in shared memory");

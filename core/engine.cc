@@ -90,11 +90,7 @@ void Engine::deliver() {
 
 void Engine::submit(std::shared_ptr<Ticket> ticket) {
   Failure cause;
-  if (!group_->usable(cause)) {
-    ticket->call.failure = cause;
-    finish(*ticket, cause.code);
-    return;
-  }
+  if (!group_->usable(cause)) return refuse(*ticket, cause);
   if (ticket->message) {
     post_->add(ticket->message);
     if (post_->owed()) deliver();
@@ -126,6 +122,21 @@ void Engine::submit(std::shared_ptr<Ticket> ticket) {
   }
   if (ticket->message && ticket->message->finished.load(std::memory_order_acquire)) return end_messages();
   work_.notify_one();
+}
+
+// Of a ticket that nobody else knows. Takes no lock: in a forked child a thread that is not there may hold it.
+void Engine::refuse(Ticket& ticket, const Failure& cause) {
+  ticket.call.failure = cause;
+  mark_done(ticket, cause.code);
+  if (auto callback = std::move(ticket.on_done)) callback();
+}
+
+bool Engine::refuse_forked(Ticket& ticket) {
+  if (generation_ == fork_generation()) return false;
+  Failure cause;
+  group_->usable(cause);
+  if (!ticket.done.load(std::memory_order_acquire)) refuse(ticket, cause);
+  return true;
 }
 
 bool Engine::unmanned() {
@@ -198,6 +209,7 @@ void Engine::announce(Ticket& ticket) {
 }
 
 void Engine::when_done(Ticket& ticket, std::function<void()> callback) {
+  if (refuse_forked(ticket)) return callback();
   {
     std::lock_guard lock(
         queue_mutex_);  // mark_done holds it too: either it comes later and announce finds the callback
@@ -238,6 +250,7 @@ bool Engine::wait(Ticket& ticket, int64_t timeout_ns, bool may_interrupt, bool& 
   const int64_t begin = now_ns();
   int64_t last_look = begin;
   interrupted = false;
+  if (refuse_forked(ticket)) return true;
   while (!ticket.done.load(std::memory_order_acquire)) {
     if (ticket.message) {
       post_->advance();
@@ -261,8 +274,8 @@ bool Engine::wait(Ticket& ticket, int64_t timeout_ns, bool may_interrupt, bool& 
         may_interrupt = false;  // the ticket ends soon, with that cause
       }
     }
-    if (now - begin < 200'000) {
-      sched_yield();
+    if (now - begin < 200'000 && !has_busy_neighbours()) {
+      give_way();
       continue;
     }
     std::unique_lock lock(queue_mutex_);

@@ -64,6 +64,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // what stands before that ticket, and the ticket itself; who waits for one call must not get into a later one.
   bool run_head(bool may_interrupt, const Ticket* awaited = nullptr);
   void finish(Ticket& ticket, Code code);
+  void refuse(Ticket& ticket, const Failure& cause);
+  bool refuse_forked(Ticket& ticket);
   static void mark_done(Ticket& ticket, Code code);
   void announce(Ticket& ticket);
   void end_messages();  // those that are over

@@ -161,7 +161,7 @@ void Group::refuse_block(std::byte* base, int rank, const std::string& reason) {
 }
 
 void Group::release_block() {
-  if (uint64_t ring = mine_.ring_offset().load(std::memory_order_relaxed)) heap_->release(heap_->base() + ring);
+  if (ring_) heap_->release(ring_);
   for (std::byte* at : left_) heap_->release(at);
   for (std::byte* block : left_blocks_) drop_block(*heap_, block);
   drop_block(*heap_, mine_.base());
@@ -218,6 +218,7 @@ Code Group::quote_first_cause(Call& call) {
 }
 
 void Group::abort(Failure cause) {
+  if (generation_ != fork_generation()) return;  // the parent's
   {
     std::lock_guard lock(state_mutex_);
     if (stopped_.load(std::memory_order_relaxed)) return;
@@ -329,6 +330,7 @@ bool Group::make_ring() {
   Failure none;  // without the memory, slots and stage in the block do it
   auto* at = static_cast<std::byte*>(heap_->allocate(kRingBytes, none));
   if (!at) return false;
+  ring_ = at;
   mine_.ring_offset().store(static_cast<uint64_t>(at - heap_->base()), std::memory_order_relaxed);
   return true;
 }
@@ -352,7 +354,7 @@ void Group::describe(Call& call, Request& d) {
   d.op = call.op;
   d.root = static_cast<int16_t>(call.root);
   d.has_table = 0;
-  d.has_ring = mine_.ring_offset().load(std::memory_order_relaxed) != 0;
+  d.has_ring = ring_ != nullptr;
   d.turn = turn_;
   d.input = Holder::inlined;
   d.count = call.count;
@@ -388,7 +390,7 @@ void Group::describe(Call& call, Request& d) {
       d.in = {};
     } else if (in_ring) {
       if (turn_ > kRingBytes - bytes) d.turn = turn_ = 0;
-      held = find_ring(facts_.rank) + turn_;
+      held = ring_ + turn_;
       turn_ += (bytes + 4095) / 4096 * 4096;
       staged_bytes_.fetch_add(bytes, std::memory_order_relaxed);
     } else {
@@ -428,7 +430,7 @@ void Group::describe(Call& call, Request& d) {
   };
   if ((call.in_parts || call.out_parts) &&
       (d.input == Holder::place || counts_unknown || (call.verb == Verb::all_gather && gets_much()))) {
-    TableEntry* table = mine_.table(call.seq);
+    TableEntry* table = &tables_[static_cast<size_t>(facts_.rank) * peers_.size()];
     d.has_table = 1;
     for (int r = 0; r < size; r++) {
       Part in = call.in_parts ? call.in_parts[r] : Part{nullptr, 0};
@@ -443,7 +445,7 @@ void Group::copy_requests(const Call& call) {
   bool small = call.op != RedOp::premul_sum && call.verb != Verb::matmul_reduce;
   for (int r = 0; r < facts_.size; r++) {
     Request& d = requests_[static_cast<size_t>(r)];
-    copy_once(&d, &peer(r).block.descriptor(call.seq).said, kSmallRequestBytes);
+    if (r != facts_.rank) copy_once(&d, &peer(r).block.descriptor(call.seq).said, kSmallRequestBytes);
     small = small && d.input == Holder::inlined && !d.has_table;
   }
   if (small) return;
@@ -451,13 +453,14 @@ void Group::copy_requests(const Call& call) {
   for (int r = 0; r < facts_.size; r++) {
     Request& d = requests_[static_cast<size_t>(r)];
     const Block& block = peer(r).block;
-    copy_once(&d.counts_hash, &block.descriptor(call.seq).said.counts_hash, sizeof d - kSmallRequestBytes);
+    const bool own = r == facts_.rank;  // what this rank said itself is here already
+    if (!own) copy_once(&d.counts_hash, &block.descriptor(call.seq).said.counts_hash, sizeof d - kSmallRequestBytes);
     TableEntry* table = &tables_[static_cast<size_t>(r) * ranks];
-    if (d.has_table)
-      copy_once(table, block.table(call.seq), ranks * sizeof *table);
-    else
+    if (!d.has_table)
       std::fill_n(table, ranks, TableEntry{});
-    rings_[static_cast<size_t>(r)] = d.has_ring ? find_ring(r) : nullptr;
+    else if (!own)
+      copy_once(table, block.table(call.seq), ranks * sizeof *table);
+    rings_[static_cast<size_t>(r)] = own ? ring_ : d.has_ring ? find_ring(r) : nullptr;
   }
 }
 
@@ -481,6 +484,9 @@ std::vector<int> Group::odd_ones() const {
 
 Code Group::check(Call& call) {
   copy_requests(call);
+  // A rank that could not come to this group after all may have used its block for something else.
+  for (const Member& m : members_)
+    if (m.line && m.line->use.load(std::memory_order_acquire) != m.use) return health(call, [](int) { return true; });
   const Request& mine = requests_[static_cast<size_t>(facts_.rank)];
   const int size = facts_.size;
   const uint64_t key = key_of(mine);
@@ -630,12 +636,21 @@ Code Group::run(Call& call) {
   if (!facts_.crowded) note_processor();
   call.deadline_ns = 0;  // set by the first wait that is not over at once
   Descriptor& mine = mine_.descriptor(call.seq);
+  Request& own = requests_[static_cast<size_t>(facts_.rank)];  // kept here: peers can write to the block
   const uint64_t detachments = heap_->detachments();
-  describe(call, mine.said);
+  describe(call, own);
+  if (own.has_table)
+    std::memcpy(mine_.table(call.seq), &tables_[static_cast<size_t>(facts_.rank) * peers_.size()],
+                peers_.size() * sizeof(TableEntry));
+  mine.said = own;
   publish(mine.seq, call.seq);
   Code code = await(call, Phase::descriptor, call.seq);
-  if (code == Code::ok) code = check(call);
-  if (code == Code::mismatch) return code;
+  bool checked = false;
+  if (code == Code::ok) checked = (code = check(call)) == Code::ok;
+  if (code == Code::mismatch) {
+    publish(mine_.flag(Phase::withdrawn), call.seq);
+    return code;
+  }
   if (code == Code::ok) code = Mover(*this, call).run();
   // Closed while it ran: peers may have taken this rank for gone and used its inputs' memory for something else.
   if (code == Code::ok && stopped_.load(std::memory_order_acquire)) code = quote_first_cause(call);
@@ -643,21 +658,23 @@ Code Group::run(Call& call) {
     for (auto [at, bytes] : exposed(call))
       if (heap_->is_detached(at, bytes))
         code = break_with(call, Code::system, "a failure in another group made an output of this call private", {});
-  if (code != Code::ok) withdraw(call);
+  if (code != Code::ok) withdraw(call, checked);
   return code;
 }
 
-// This rank's tensors that peers were told to write into.
-std::vector<std::pair<std::byte*, size_t>> Group::exposed(const Call& call) const {
+// What peers were told to write into, as far as it is this rank's.
+std::vector<std::pair<std::byte*, size_t>> Group::exposed(const Call& call, bool* any) const {
   std::vector<std::pair<std::byte*, size_t>> found;
-  const Request& said = mine_.descriptor(call.seq).said;
+  const Request& said = requests_[static_cast<size_t>(facts_.rank)];
   auto add = [&](Place place, size_t bytes) {
-    if (place && place.rank() == facts_.rank && bytes) found.emplace_back(heap_->base() + place.offset(), bytes);
+    if (!place || !bytes) return;
+    if (any) *any = true;
+    if (place.rank() == facts_.rank) found.emplace_back(heap_->base() + place.offset(), bytes);
   };
   add(said.out,
       call.finish ? call.finish->out_count * dtype_bytes(call.finish->out) : call.count * dtype_bytes(call.dtype));
-  for (int r = 0; said.has_table && r < facts_.size; r++) {
-    const TableEntry& entry = mine_.table(call.seq)[r];
+  for (size_t r = 0; said.has_table && r < peers_.size(); r++) {
+    const TableEntry& entry = tables_[static_cast<size_t>(facts_.rank) * peers_.size() + r];
     add(entry.out, entry.out_count * dtype_bytes(call.dtype));
   }
   return found;
@@ -665,17 +682,21 @@ std::vector<std::pair<std::byte*, size_t>> Group::exposed(const Call& call) cons
 
 // Whoever has not seen this rank's descriptor must not find it later: it is taken back. Whoever has may be writing; it
 // looks for failures before each piece, and says when it is out. A peer that does not say so in time was stopped, or
-// cannot run: its hands are tied by giving the exposed tensors new memory.
-void Group::withdraw(Call& call) {
+// cannot run: its hands are tied by giving the exposed tensors new memory. Only a hang-up excuses it, since then no
+// thread of it is left; one that says it has left may have another thread that is still at work.
+void Group::withdraw(Call& call, bool checked) {
   publish(mine_.flag(Phase::withdrawn), call.seq);
-  const auto tensors = exposed(call);
-  if (tensors.empty()) return;
+  auto is_place = [](const Request& d) { return d.input == Holder::place; };
+  if (checked && std::none_of(requests_.begin(), requests_.end(), is_place)) return;  // everybody serves itself
+  bool any = false;
+  const auto tensors = exposed(call, &any);
+  if (!any) return;
   mine_.descriptor(call.seq).seq.store(0, std::memory_order_release);
   fence_everybody();  // from here on, who has not published its own descriptor cannot have seen ours
   auto may_write = [&](int r) {
     auto reached = [&](Phase phase) { return flag_of(r, phase, call.seq).load(std::memory_order_acquire) >= call.seq; };
     return r != facts_.rank && reached(Phase::descriptor) && !reached(Phase::exit) && !reached(Phase::withdrawn) &&
-           state_of(r) == PeerState::alive;
+           !(peer(r).link && peer(r).link->hung_up());
   };
   const int64_t until = now_ns() + kWithdrawFor;
   for (int r = 0; r < facts_.size; r++)
@@ -684,7 +705,9 @@ void Group::withdraw(Call& call) {
         usleep(200);
         continue;
       }
-      for (auto [at, bytes] : tensors) heap_->detach(at, bytes);
+      bool safe = true;
+      for (auto [at, bytes] : tensors) safe = heap_->detach(at, bytes) && safe;
+      if (!safe) call.failure.text += "; rank " + std::to_string(r) + " may still write into this call's tensors";
       return;
     }
 }

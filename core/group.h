@@ -203,11 +203,11 @@ class Group {
   Code check_counts(Call& call);
   Code disagree(Call& call, const char* what, std::vector<int> who);
   std::vector<int> odd_ones() const;
-  void withdraw(Call& call);
+  void withdraw(Call& call, bool checked);
   bool can_hold(const Call& call, int r, size_t count) const;
   std::string last_call(int r) const;
   std::string waits_of(int r) const;
-  std::vector<std::pair<std::byte*, size_t>> exposed(const Call& call) const;
+  std::vector<std::pair<std::byte*, size_t>> exposed(const Call& call, bool* any = nullptr) const;
 
   GroupFacts facts_;
   std::shared_ptr<Heap> heap_;
@@ -224,7 +224,8 @@ class Group {
   std::atomic<uint64_t> staged_bytes_{0};
   StageGauge gauge_;
   std::vector<std::byte*> left_, left_blocks_;
-  size_t turn_ = 0;  // where the next call begins in this rank's ring
+  std::byte* ring_ = nullptr;  // this rank's own
+  size_t turn_ = 0;            // where the next call begins in it
 
   std::mutex state_mutex_;
   std::atomic<bool> stopped_{false};  // broken or closed: see first_cause_

@@ -147,6 +147,12 @@ std::shared_ptr<Heap> process_heap(Failure& failure) {
   return own_heap;
 }
 
+bool is_reachable(const void* p, size_t bytes) {
+  if (!in_region(p)) return false;
+  std::lock_guard lock(own_heap_mutex);
+  return !own_heap || !own_heap->is_detached(p, bytes);
+}
+
 void set_fork_copy_max(size_t bytes) {
   fork_copy_max.store(bytes, std::memory_order_relaxed);
 }
@@ -288,14 +294,16 @@ void* Heap::allocate(size_t bytes, Failure& failure) {
   }
   size_t want = size_class(bytes), offset;
   if (want < kPage) {
-    if (auto& nodes = spare_[want / kAlign]; !nodes.empty()) {
-      offset = nodes.back().key();
-      live_.insert(std::move(nodes.back()));
-      nodes.pop_back();
-    } else {
-      if (!take_small(want, offset, failure)) return nullptr;
-      live_[offset] = want;
-    }
+    do {  // a block in a page that was taken away from the peers is of no use any more
+      if (auto& nodes = spare_[want / kAlign]; !nodes.empty()) {
+        offset = nodes.back().key();
+        live_.insert(std::move(nodes.back()));
+        nodes.pop_back();
+      } else {
+        if (!take_small(want, offset, failure)) return nullptr;
+        live_[offset] = want;
+      }
+    } while (!detached_.empty() && is_detached_locked(offset, want) && live_.erase(offset));
     in_use_ += want;
     return base() + offset;
   }
@@ -340,13 +348,19 @@ void Heap::release(void* p) {
 
 bool Heap::detach(const void* p, size_t bytes) {
   std::lock_guard lock(mutex_);
-  if (bytes == 0 || find_live(p) == live_.end()) return false;
+  auto live = find_live(p);
   const auto at = static_cast<size_t>(static_cast<const std::byte*>(p) - base());
-  const size_t first = at / kPage * kPage, end = round_up(at + bytes, kPage);
-  // In steps, so that the memory needed twice stays small.
-  for (size_t begin = first; begin < end; begin += kDetachStep) {
-    const size_t length = std::min(kDetachStep, end - begin);
-    if (is_detached_locked(begin, length)) continue;
+  if (bytes == 0 || live == live_.end() || bytes > live->first + live->second - at) return false;
+  detachments_.fetch_add(1, std::memory_order_release);  // before the first page: who asks then waits for the lock
+  const size_t end = round_up(at + bytes, kPage);
+  // In steps, so that the memory needed twice stays small; around what is private already.
+  for (size_t begin = at / kPage * kPage, length; begin < end; begin += length) {
+    auto next = detached_.upper_bound(begin);
+    if (next != detached_.begin() && std::prev(next)->first + std::prev(next)->second > begin) {
+      length = std::prev(next)->first + std::prev(next)->second - begin;
+      continue;
+    }
+    length = std::min({kDetachStep, end - begin, next == detached_.end() ? SIZE_MAX : next->first - begin});
     // A private mapping of the same pages: they look the same until they are written. The write below, which changes
     // nothing, has the kernel copy each of them; a write of another thread comes before or after that, never in
     // between.
@@ -360,13 +374,12 @@ bool Heap::detach(const void* p, size_t bytes) {
     mapping_->leave_private(begin, length);
     // The old pages go; who still writes there gets new ones. But not the first and the last, where something else may
     // be that peers read just now.
-    const size_t inside = std::max(begin, round_up(at, kPage)),
-                 outside = std::min(begin + length, (at + bytes) / kPage * kPage);
+    const size_t inside = std::max(begin, round_up(at, kPage));
+    const size_t outside = std::min(begin + length, (at + bytes) / kPage * kPage);
     if (inside < outside)
       fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(inside),
                 static_cast<off_t>(outside - inside));
   }
-  detachments_.fetch_add(1, std::memory_order_release);  // pairs with detachments()
   return true;
 }
 

@@ -112,6 +112,9 @@ class Heap {
 // The heap that tensors of this process are made in; a forked child starts one of its own.
 std::shared_ptr<Heap> process_heap(Failure& failure);
 
+// Whether peers can reach this memory: it lies in a heap, and was not taken away from them (Heap::detach).
+bool is_reachable(const void* p, size_t bytes);
+
 // The most bytes in use that are copied for a forked child.
 void set_fork_copy_max(size_t bytes);
 

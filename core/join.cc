@@ -202,7 +202,7 @@ class Joining {
     if (failure_.code != Code::aborted)
       fail(told, Code::aborted, rank_words(facts_.rank) + " could not join: " + failure_.text, {facts_.rank});
     for (Knock& k : knocks_) {
-      if (k.rank < 0) continue;
+      if (k.rank < 0 || !k.socket) continue;  // a stranger, or met, or closed
       Hello unread;
       Fd memory;
       receive_hello(k.socket.get(), unread, memory);  // a link must be silent

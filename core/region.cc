@@ -203,13 +203,14 @@ std::shared_ptr<Mapping> map_peer(const Token& token, int fd, size_t capacity, F
     fail(failure, Code::system, "a peer sent a descriptor that is not a sealed heap of the size it named");
     return nullptr;
   }
+  std::shared_ptr<Mapping> mapping;  // may be the last owner of what it finds, and end it: not under the lock
   {
     std::lock_guard lock(region_mutex);
     auto found = region.peers.find(token);
-    if (found != region.peers.end())
-      if (auto mapping = found->second.lock(); mapping && mapping->capacity() == capacity) return mapping;
+    if (found != region.peers.end()) mapping = found->second.lock();
   }
-  auto mapping = Mapping::map(fd, capacity, failure);
+  if (mapping && mapping->capacity() == capacity) return mapping;
+  mapping = Mapping::map(fd, capacity, failure);
   if (!mapping) return nullptr;
   // Each word is read once: the peer can write while we compare.
   std::array<uint64_t, sizeof(HeapHeader) / sizeof(uint64_t)> words;

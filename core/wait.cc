@@ -20,7 +20,10 @@ namespace {
 constexpr int kFirstLooks = 100;  // a few microseconds: the usual answer of a rank that is on its way
 constexpr int64_t kMoveEvery = 2'000'000;
 constexpr int64_t kLookEvery = 1'000'000;
-constexpr int64_t kYieldFor = 3'000'000;      // then sleep: a wake-up costs 50 to 100 us, a busy core costs more
+constexpr int64_t kYieldFor = 3'000'000;   // then sleep: a wake-up costs 50 to 100 us, a busy core costs more
+constexpr int64_t kYieldBriefly = 20'000;  // the same beside busy neighbours
+constexpr int64_t kLongYield = 400'000;    // ranks that wait for each other give way much sooner
+constexpr int64_t kRememberFor = 100'000'000;
 constexpr int64_t kLongestSleep = 8'000'000;  // bounds a missed wake-up and the detection of a death
 
 inline void pause_cpu() {
@@ -37,7 +40,21 @@ uint32_t* low_half(const Flag& flag) {
   return std::endian::native == std::endian::little ? words : words + 1;
 }
 
+std::atomic<int64_t> busy_until{0};  // of this process; a hint, so relaxed
+
 }  // namespace
+
+void give_way() {
+  const int64_t before = now_ns();
+  sched_yield();
+  const int64_t after = now_ns();
+  if (after - before > kLongYield) busy_until.store(after + kRememberFor, std::memory_order_relaxed);
+}
+
+bool has_busy_neighbours() {
+  const int64_t until = busy_until.load(std::memory_order_relaxed);
+  return until && now_ns() < until;
+}
 
 int64_t now_ns() {
   timespec t;
@@ -116,9 +133,10 @@ bool Group::rest(Call& call, Patience& patience, const Flag* sleep_on, uint64_t 
   int64_t waited = now - patience.begin_ns;
   if (!facts_.crowded && waited < spin_ns) {
     for (int i = 0; i < 8; i++) pause_cpu();
-  } else if (waited < kYieldFor || !sleep_on) {
-    if (sleep_on || waited < kYieldFor) {
-      sched_yield();
+  } else if (const int64_t yield_for = has_busy_neighbours() ? kYieldBriefly : kYieldFor;
+             waited < yield_for || !sleep_on) {
+    if (waited < yield_for) {
+      give_way();
     } else {  // nothing to sleep on: a letter may come from anyone
       timespec nap{0, 200'000};
       nanosleep(&nap, nullptr);

@@ -1,13 +1,15 @@
 // The one waiting function of the core, for flags of a call (Group::await) and for letters (Group::await_until).
 //
 // Steps: spin while an answer is likely within microseconds; then give the processor away with sched_yield; then
-// sleep on the flag with a futex, a few milliseconds at most. Between rests, about every millisecond, look at the
-// group's health: has anybody given up, died or left while it still owed something, has the deadline passed, has a
-// Python signal handler raised? A sleeper marks itself in its own `asleep` line; whoever publishes a flag looks there
-// and wakes. That look is not ordered after the publishing store, so a wake-up can be missed: the bounded sleep covers
-// it, and the fast path needs no fence.
-// Ranks that wait for each other on one processor while another idles are as slow as the scheduler's clock, and the
-// scheduler may leave them there for long. So a waiting rank says where it runs, and of two in one place one moves.
+// sleep on the flag with a futex, a few milliseconds at most. Yielding is quick between ranks that wait for each other,
+// but to somebody who computes (a data loader, another job) it gives a whole time slice, whereas a sleeper that is
+// woken comes before him. So a yield that took long is remembered, and for a while waits go to sleep almost at once.
+// Between rests, about every millisecond, look at the group's health: has anybody given up, died or left while it still
+// owed something, has the deadline passed, has a Python signal handler raised? A sleeper marks itself in its own
+// `asleep` line; whoever publishes a flag looks there and wakes. That look is not ordered after the publishing store,
+// so a wake-up can be missed: the bounded sleep covers it, and the fast path needs no fence. Ranks that wait for each
+// other on one processor while another idles are as slow as the scheduler's clock, and the scheduler may leave them
+// there for long. So a waiting rank says where it runs, and of two in one place one moves.
 #pragma once
 
 #include <sched.h>
@@ -15,6 +17,10 @@
 #include "group.h"
 
 namespace unisono {
+
+// sched_yield, and whether lately one has taken long: then somebody who computes shares this process's processors.
+void give_way();
+bool has_busy_neighbours();
 
 struct Group::Patience {
   explicit Patience(Heap& h) : heap(h) {}

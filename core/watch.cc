@@ -51,7 +51,7 @@ bool Link::hung_up() {
     n = recv(socket_, &none, sizeof none, MSG_DONTWAIT);
     hung_up_ = n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR);
   }
-  return hung_up_;
+  return hung_up_ || socket_ < 0;
 }
 
 bool is_dying(pid_t pid) {

@@ -188,27 +188,23 @@ class Group:
         wanted = members + [-1] * (self.size - len(members))
         mine = torch.tensor([_number(name), block, secrets.randbits(62), *wanted], dtype=torch.int64)
         gathered = torch.empty(self.size, len(mine), dtype=torch.int64)
-        comm = self._comm
+        comm, known, limit = self._comm, True, self.timeout_s if timeout_s is None else timeout_s
         try:
             self.all_gather(gathered, mine)
+            shown = gathered.tolist()
+            if any(shown[r][3:] != wanted or shown[r][0] != shown[self.rank][0] for r in members):
+                known = False  # whoever wants this rank finds the same
+                raise self._split_mismatch(members, [(row[0], [r for r in row[3:] if r >= 0]) for row in shown])
+            if not members:
+                return None
+            blocks = [shown[r][1] for r in members]
+            identity = _number(comm.id, shown, members) | 1
+            made = comm.split(members, blocks, members.index(self.rank), child, identity, limit)
         except BaseException as error:
             # It may have gone well on other members: they learn that this rank does not come.
             if members:
-                comm.drop_block(block, members.index(self.rank), f"rank {self.rank} could not join the split: {error}")
-            raise
-        shown = gathered.tolist()
-        if any(shown[r][3:] != wanted or shown[r][0] != shown[self.rank][0] for r in members):
-            comm.drop_block(block, 0, None)
-            raise self._split_mismatch(members, [(row[0], [r for r in row[3:] if r >= 0]) for row in shown])
-        if not members:
-            return None
-        blocks = [shown[r][1] for r in members]
-        identity = _number(self._comm.id, shown, members) | 1
-        limit = self.timeout_s if timeout_s is None else timeout_s
-        try:
-            made = comm.split(members, blocks, members.index(self.rank), child, identity, limit)
-        except BaseException as error:
-            comm.drop_block(block, members.index(self.rank), f"rank {self.rank} could not join the split: {error}")
+                why = f"rank {self.rank} could not join the split: {error}"
+                comm.drop_block(block, members.index(self.rank), why if known else None)
             raise
         return Group(made, [self.ranks[r] for r in members], limit)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -31,7 +33,10 @@ class SharedGather:
         self.counts = [int(n) for n in counts]
         shape = [sum(self.counts), *tail]
         kind = dtype or torch.get_default_dtype()
-        self._held = [empty(shape, dtype=kind) for _ in range(2)] if group.rank == 0 else []
+        # At least a page each: smaller tensors share pages, and a failure elsewhere may make a page private.
+        room = max(math.prod(shape), -(-mmap.PAGESIZE // kind.itemsize))
+        held = [empty(room, dtype=kind) for _ in range(2)] if group.rank == 0 else []
+        self._held = [t[: math.prod(shape)].view(shape) for t in held]
         places = torch.zeros(2, dtype=torch.int64)
         if group.rank == 0:
             places = torch.tensor([group._comm.offset_of(t) if t.numel() else 0 for t in self._held], dtype=torch.int64)

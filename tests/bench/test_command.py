@@ -80,7 +80,7 @@ def test_every_operation_is_there(everything):
 
 def test_json(everything):
     document = everything[1]
-    assert document["format"] == "unisono-bench/1"
+    assert document["format"] == "unisono-bench/2"
     assert {"cpu", "cpus", "torch", "unisono", "date", "load"} <= document["machine"].keys()
     for row in document["rows"]:
         assert {"op", "ranks", "split", "counts", "size_bytes", "count", "dtype", "redop", "root"} <= row.keys()

@@ -29,7 +29,8 @@ def document(ranks=(2,), memory=False):
                 base = 1 + size / 1e4
                 rows.append(
                     {
-                        "op": op, "split": split, "ranks": n, "dtype": "float32", "redop": "sum", "size_bytes": size,
+                        "op": op, "split": split, "ranks": n, "busy": 0, "dtype": "float32", "redop": "sum",
+                        "size_bytes": size,
                         "limit": result(base / 2), "lacks": {"oneccl": "no <such> thing"},
                         "results": {"heap": result(base), "dist heap": result(base + 3), "gloo": result(base * 50)},
                     }

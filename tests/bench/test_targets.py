@@ -17,7 +17,7 @@ def result(time_us, limit_us, **ratios):
 
 
 def row(op="all_reduce", size=64 * MIB, ranks=2, split="-", dtype="float32", **results):
-    facts = {"op": op, "size_bytes": size, "ranks": ranks, "split": split, "dtype": dtype}
+    facts = {"op": op, "size_bytes": size, "ranks": ranks, "split": split, "dtype": dtype, "busy": 0}
     return {**facts, "redop": "sum", "results": results}
 
 

@@ -1,12 +1,14 @@
 // What map_peer believes: a sealed memfd of exactly the size that was named, which carries the token that was named.
-// Anything else is refused before it is touched, because a peer could make reading it a SIGBUS later.
+// Anything else is refused before it is touched, because a peer could make reading it a SIGBUS later. And the opposite:
+// memory that is taken away from peers.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstring>
 
-#include "region.h"
+#include "heap.h"
 
 using namespace unisono;
 
@@ -80,12 +82,47 @@ void test_one_mapping_per_heap() {
   expect(!larger || larger->capacity() == 2 * kBytes, "the same token with another size");
 }
 
+// Tensors that are taken away from the peers: what a peer writes to the file afterwards is not seen, to the last byte,
+// however the ranges lie; what was there stays, and everything else is as shared as before.
+void test_detached_memory() {
+  Failure failure;
+  auto heap = Heap::create(failure);
+  constexpr size_t bytes = 5 << 20;
+  auto* mine = static_cast<unsigned char*>(heap->allocate(bytes, failure));
+  auto* other = static_cast<unsigned char*>(heap->allocate(bytes, failure));
+  auto* file =
+      static_cast<unsigned char*>(mmap(nullptr, heap->capacity(), PROT_READ | PROT_WRITE, MAP_SHARED, heap->fd(), 0));
+  const auto offset = [&](unsigned char* p) { return reinterpret_cast<std::byte*>(p) - heap->base(); };
+  std::memset(mine, 1, bytes);
+  // Neighbours that share pages, larger than a step, inside one another, twice.
+  const std::pair<size_t, size_t> parts[] = {{0, 1000},   {1000, 3 << 20}, {1000 + (3 << 20), 4096 * 5 + 1},
+                                             {4096, 100}, {0, 1000},       {3 << 20, 2 << 20}};
+  for (auto [at, length] : parts) expect(heap->detach(mine + at, length), "detach");
+  expect(!heap->detach(mine + 1, bytes * 4), "more than the allocation");
+  std::memset(file + offset(mine), 2, bytes);
+  bool kept = true;
+  for (size_t i = 0; i < bytes; i++) kept = kept && mine[i] == 1;
+  expect(kept, "late writes are not seen");
+  expect(heap->is_detached(mine + 77, 1) && heap->is_detached(mine + bytes - 1, 1), "detached");
+  expect(!heap->is_detached(other, bytes), "the neighbour is not");
+  file[offset(other)] = 9;
+  expect(other[0] == 9, "the neighbour is shared");
+  heap->release(mine);
+  expect(heap->usage().quarantined >= bytes, "never handed out again");
+  // Small blocks: pages with something detached in them are not used for new ones.
+  auto* small = heap->allocate(256, failure);
+  heap->detach(small, 256);
+  for (int i = 0; i < 100; i++) expect(!heap->is_detached(heap->allocate(256, failure), 256), "a new small block");
+  munmap(file, heap->capacity());
+}
+
 }  // namespace
 
 int main() {
   set_heap_capacity(2 * kBytes);
   test_what_is_believed();
   test_one_mapping_per_heap();
+  test_detached_memory();
   std::printf("%d passed, %d failed\n", passed, failed);
   return failed != 0;
 }

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from .apart.cases import FLOATS, ITEM_BYTES, OPS, REDOPS
-from .contenders import KINDS, WAYS, Order
+from .contenders import EVEN, KINDS, WAYS, Order
+from .neighbours import busy_neighbours
 from .peers import PEERS
 from .plan import (
     ALIASES,
@@ -32,7 +33,7 @@ from .setup_peers import setup_peers
 from .table import Progress, add_ratios, header, machine_facts, show_bytes, standing_lines, table_head, table_lines
 from .targets import judge, judgement_lines, target_items
 
-FORMAT = "unisono-bench/1"
+FORMAT = "unisono-bench/2"
 AGAINST = ("gloo", *PEERS)
 
 EPILOG = f"""\
@@ -49,6 +50,7 @@ examples:
   unisono bench all_reduce -b 8 -e 8 --calls group,dist,comm_func   what each layer costs
   unisono bench --setup-peers                                       install the peers, once
   unisono bench all_reduce --against gloo,openmpi,mpich,intelmpi,oneccl --plot all_reduce.png
+  unisono bench ddp_step -b 1400K -e 1400K -n 3 --busy 2            beside two busy processes
   unisono bench --targets --against all -J targets.json             what is promised, met or missed
   unisono bench scaling -n 1,2,4,8 --plot scaling.png               how cost grows
   torchrun --nproc-per-node=2 -m unisono.cli bench all_reduce       on ranks of torchrun or mpiexec
@@ -106,6 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="P[,P...]",
         help=f"peers in the same run, of {', '.join(AGAINST)}; all or none (default gloo)",
     )
+    what("--busy", type=int, default=0, metavar="N", help="with N busy processes on the same CPUs (default 0)")
     what("--targets", action="store_true", help="say what is met and missed; without op: measure just what that needs")
     how = parser.add_argument_group("how").add_argument
     how("-c", dest="check", type=int, choices=(0, 1), default=1, help="check results before timing (default 1)")
@@ -127,6 +130,8 @@ def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
             parser.error(f"expected an operation of {', '.join(known)}, got {op!r}")
     if args.factor is not None and args.factor < 2:
         parser.error(f"-f: expected a factor of at least 2, got {args.factor}")
+    if args.busy < 0:
+        parser.error(f"--busy: expected 0 or more, got {args.busy}")
     if args.rounds is not None and args.rounds < 1:
         parser.error(f"--rounds: expected at least 1, got {args.rounds}")
     if args.least and args.most and args.least > args.most:
@@ -164,13 +169,15 @@ def plan(args: argparse.Namespace) -> dict[int, list[Item]]:
             args.least or min(8, args.most or 8), args.most or max(256 << 20, args.least or 0), args.factor or 4
         )
     ways = tuple(args.calls) or ("group",)
-    return {n: make_items(ops, sizes, args.splits, n, args.dtype, args.redop, ways) for n in ranks}
+    if EVEN in ways and "group" not in ways:
+        ways = ("group", *ways)  # what it is compared with
+    return {n: make_items(ops, sizes, args.splits, n, args.dtype, args.redop, ways, args.busy) for n in ranks}
 
 
 @contextmanager
 def opened(args: argparse.Namespace, size: int, items: list[Item]) -> Iterator[BenchRanks]:
     gloo = "gloo" in args.against
-    backend = any(way != "group" for item in items for way in item.ways)
+    backend = any(item.case.op == "ddp_step" or any(way != "group" for way in item.ways) for item in items)
     peers = [name for name in args.against if name in PEERS]
     ranks: BenchRanks
     if given_size() is not None:
@@ -208,16 +215,17 @@ def run(args: argparse.Namespace, planned: dict[int, list[Item]]) -> dict[str, A
             for item in items:
                 case = item.case
                 if item.table != table:
-                    say(table_head(case.op, item.split, case.ranks), flush=True)
+                    say(table_head(case.op, item.split, case.ranks, item.busy), flush=True)
                     table, told = item.table, set()
                 if ranks.leads:
                     progress.show(f"{case.op} {show_bytes(case.size_bytes)}, {case.ranks} ranks")
                 used = kinds if case.op != "barrier" else kinds[:1]
                 order = Order(used, item.ways, "gloo" in args.against, bool(args.check), args.rounds, args.seconds)
-                row = ranks.measure(case, order)
+                with busy_neighbours(item.busy if ranks.leads else 0):
+                    row = ranks.measure(case, order)
                 if row is None:
                     continue
-                row["split"] = item.split
+                row["split"], row["busy"] = item.split, item.busy
                 if "results" in row:
                     add_ratios(row)
                 document["rows"].append(row)
@@ -237,9 +245,9 @@ def recall(path: Path) -> dict[str, Any]:
     print(header(document["machine"]))
     table, told = None, set[str]()
     for row in document["rows"]:
-        if (row["op"], row["split"], row["ranks"], row["dtype"]) != table:
-            table, told = (row["op"], row["split"], row["ranks"], row["dtype"]), set()
-            print(table_head(row["op"], row["split"], row["ranks"]))
+        if (row["busy"], row["op"], row["split"], row["ranks"], row["dtype"]) != table:
+            table, told = (row["busy"], row["op"], row["split"], row["ranks"], row["dtype"]), set()
+            print(table_head(row["op"], row["split"], row["ranks"], row["busy"]))
         print("\n".join(table_lines(row, told)))
     return document
 

@@ -16,6 +16,7 @@ import unisono
 
 from .apart.cases import Case, Lacking
 from .apart.turns import Call, timed
+from .ddp_jobs import DdpJob
 from .gloo_calls import gloo_calls
 from .jobs import Job
 from .matmul_jobs import MatmulJob
@@ -83,6 +84,9 @@ def contenders_of(groups: Groups, case: Case, order: Order) -> tuple[list[Conten
     if case.op == "matmul_all_reduce":
         found, lacks = _matmul_contenders(groups, case, order)
         return found, lacks, []
+    if case.op == "ddp_step":
+        found, lacks = _ddp_contenders(groups, case, order)
+        return found, lacks, []
     found, lacks = [], {}
     room = (case.evened(),) if EVEN in order.ways else ()
     jobs = {kind: Job.make(case, groups.direct.rank, _memory(kind), room) for kind in order.kinds}
@@ -135,6 +139,26 @@ def _contender(name: str, variant: str, call: Call, align: Call, job: Job, ours:
 
 def _gloo_barrier(groups: Groups) -> Call:
     return lambda: dist.barrier(group=groups.gloo)
+
+
+def _ddp_contenders(groups: Groups, case: Case, order: Order) -> tuple[list[Contender], dict[str, str]]:
+    """DDP's buckets are ordinary tensors, whatever the parameters are."""
+    try:
+        job = DdpJob(case, groups.direct.rank)
+        if groups.backend is None:
+            raise Lacking(groups.backend_lacks or "no process group on the unisono backend")
+    except Lacking as why:
+        return [], {"ordinary": str(why)}
+    barrier = groups.direct.barrier
+    steps: list[tuple[str, str, Any, Call]]
+    steps = [("ordinary", "DDP", groups.backend, barrier), (LIMIT, "the step alone", None, barrier)]
+    if order.gloo:
+        steps.append(("gloo", "DDP", groups.gloo, _gloo_barrier(groups)))
+    found = []
+    for name, variant, process_group, align in steps:
+        check = (lambda _: 0) if name == LIMIT else job.count_wrong
+        found.append(Contender(name, variant, job.step(process_group), align, check, lambda: None))
+    return found, {}
 
 
 def _matmul_contenders(groups: Groups, case: Case, order: Order) -> tuple[list[Contender], dict[str, str]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .apart.cases import ITEM_BYTES, MATMUL_N, OPS, Case
+from .apart.cases import DDP_LAYER, ITEM_BYTES, MATMUL_N, OPS, Case
 
 UNEVEN_SPLITS = ("1:3", "1:15", "0:1", "zipf")
 # Names on the command line that stand for an operation at splits of their own.
@@ -23,11 +23,12 @@ class Item:
     case: Case
     split: str
     ways: tuple[str, ...] = ("group",)
+    busy: int = 0  # neighbours on the same CPUs
 
     @property
-    def table(self) -> tuple[str, str, int, str]:
+    def table(self) -> tuple[int, str, str, int, str]:
         """Rows with the same stand under one head."""
-        return self.case.op, self.split, self.case.ranks, self.case.dtype
+        return self.busy, self.case.op, self.split, self.case.ranks, self.case.dtype
 
 
 def parse_bytes(text: str) -> int:
@@ -97,6 +98,8 @@ def make_case(op: str, size: int, split: str, ranks: int, dtype: str, redop: str
         return Case(op, 0, (0,) * ranks, dtype, redop)
     if op == "matmul_all_reduce":
         count = max(count // MATMUL_N, 1) * MATMUL_N
+    elif op == "ddp_step":
+        count = max(count // DDP_LAYER, 1) * DDP_LAYER
     elif OPS[op].cut and split == "even":
         count = -(-count // ranks) * ranks
     return Case(op, count, split_counts(count, split if OPS[op].cut else "even", ranks), dtype, redop)
@@ -110,6 +113,7 @@ def make_items(
     dtype: str = "float32",
     redop: str = "sum",
     ways: tuple[str, ...] = ("group",),
+    busy: int = 0,
 ) -> list[Item]:
     """The rows of a run on `ranks` ranks, each once, table by table."""
     found: dict[Item, None] = {}
@@ -120,5 +124,5 @@ def make_items(
         chosen = splits or (UNEVEN_SPLITS if name in ALIASES else ("even",))
         for split in chosen if OPS[op].cut else ("-",):
             for size in sizes if op != "barrier" else [0]:
-                found[Item(make_case(op, size, split, ranks, dtype, redop), split, ways)] = None
+                found[Item(make_case(op, size, split, ranks, dtype, redop), split, ways, busy)] = None
     return list(found)

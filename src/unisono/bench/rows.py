@@ -38,6 +38,7 @@ MOST_CALLS = 10_000
 MOST_ROUNDS = 200
 SLOW_S = 0.5  # whose calls take longer is timed in the first SLOW_ROUNDS only, so that others are timed at all
 SLOW_ROUNDS = 3
+HOPELESS_S = 3.0  # a peer whose first call takes longer is left out of the row
 MEMORY_SHARE = 0.7  # of what is free may be taken by one row
 REFUSALS = (Lacking, RuntimeError, ValueError, TypeError, NotImplementedError)
 
@@ -339,21 +340,24 @@ def _best_team(teams: list[Team], case: Case, check: bool) -> tuple[Team, int | 
     alive = [team for team in teams if team.alive]
     if not alive:
         raise Lacking("all its processes have ended")
-    best, why = alive[0], Lacking("refused")
-    if len(alive) > 1:
-        calls = 5 if case.size_bytes <= 1 << 20 else 1
-        times: list[tuple[float, Team]] = []
-        for team in alive:
-            try:
-                team.prepare(case)
-                times.append((min(team.run(1, calls) for _ in range(3)), team))
-                team.drop()
-            except Lacking as error:
-                why = error
-        if not times:
-            raise why
-        best = min(times, key=lambda entry: entry[0])[1]
-    wrong = best.prepare(case)
+    calls = 5 if case.size_bytes <= 1 << 20 else 1
+    why = Lacking("refused")
+    times: list[tuple[float, int, Team]] = []
+    for team in alive:
+        try:
+            wrong = team.prepare(case)
+            first = team.run(0, 1)
+            if first > HOPELESS_S:
+                why = Lacking(f"left out of this row: its first call took {first:.1f} s")
+            else:
+                times.append((min(team.run(1, calls) for _ in range(3)) if len(alive) > 1 else first, wrong, team))
+            team.drop()
+        except Lacking as error:
+            why = error
+    if not times:
+        raise why
+    _, wrong, best = min(times, key=lambda entry: entry[0])
+    best.prepare(case)
     return best, wrong if check else None
 
 

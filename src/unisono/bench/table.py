@@ -28,6 +28,7 @@ NOTE = """\
 # on shared memory between flag barriers, in the same rounds. x limit: time / limit.
 # x heap, x ordinary: how many times as long as unisono on such tensors, with its 95 % range; ~ means within the noise,
 # ? that there were too few rounds to tell."""
+LINE_EVERY_S = 30.0
 COLUMNS = (12, 11, 8, 7, 6, 9, 7, 7, 6, 9, 9, 9, 7)  # widths; the last columns are words
 
 
@@ -101,13 +102,16 @@ def title_of(row: dict[str, Any]) -> str:
         words.append(f"split {row['split']}")
     if row["dtype"] != "float32":
         words.append(row["dtype"])
+    if row["busy"]:
+        words.append(f"{row['busy']} busy neighbours")
     return ", ".join(words)
 
 
-def table_head(op: str, split: str, ranks: int) -> str:
+def table_head(op: str, split: str, ranks: int, busy: int = 0) -> str:
     names = ("size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong", "min", "p95", "limit")
     units = ("(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)", "", "(us)", "(us)", "(us)")
-    lines = [f"#\n# {op}, {ranks} rank{'s' if ranks != 1 else ''}, split {split}: {OPS[op].about}"]
+    beside = f", {busy} busy neighbours" if busy else ""
+    lines = [f"#\n# {op}, {ranks} rank{'s' if ranks != 1 else ''}, split {split}{beside}: {OPS[op].about}"]
     for texts in ((*names, "x limit"), (*units, "")):
         cells = [f"{text:>{width}}" for text, width in zip(texts, COLUMNS, strict=True)]
         words = "who                x heap              x ordinary          how" if texts[0] == "size" else ""
@@ -171,24 +175,32 @@ def standing_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 
 class Progress:
-    """A bar on the terminal, on standard error; nothing where that is no terminal."""
+    """How far a run is, on standard error: a bar on a terminal, else a line now and then."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done, self.start = max(total, 1), 0, time.monotonic()
         self.shown = sys.stderr.isatty()
+        self.told = self.start
 
     def show(self, what: str) -> None:
         if not self.shown:
             return
         filled = 24 * self.done // self.total
-        spent = time.monotonic() - self.start
-        left = f"{spent / self.done * (self.total - self.done):.0f} s left" if self.done else ""
-        sys.stderr.write(f"\r\x1b[K[{'#' * filled}{'.' * (24 - filled)}] {self.done}/{self.total}  {what}  {left}")
+        bar = "#" * filled + "." * (24 - filled)
+        sys.stderr.write(f"\r\x1b[K[{bar}] {self.done}/{self.total}  {what}  {self.left()}")
         sys.stderr.flush()
+
+    def left(self) -> str:
+        """The time left, at the pace so far."""
+        spent = time.monotonic() - self.start
+        return f"about {spent / self.done * (self.total - self.done):.0f} s left" if self.done else ""
 
     def step(self) -> None:
         self.done += 1
         self.clear()
+        if not self.shown and time.monotonic() - self.told > LINE_EVERY_S and self.done < self.total:
+            self.told = time.monotonic()
+            print(f"# {self.done} of {self.total} rows, {self.left()}", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         if self.shown:

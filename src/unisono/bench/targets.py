@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .apart.cases import OPS
 from .contenders import EVEN, ON_GLOO
 from .plan import Item, make_case
 from .table import show_bytes, title_of
@@ -84,6 +85,7 @@ class Target:
     splits: tuple[str, ...] = ("-",)
     ranks: int = 2
     dtype: str = "float32"
+    busy: int = 0
     at_least: bool = False
     noise: bool = False  # met as well where the noise leaves it open
 
@@ -91,11 +93,12 @@ class Target:
         """The rows this promise is about, and those it compares them with."""
         found: list[Item] = []
         for op in self.ops:
-            for split in ["-"] if op == "all_reduce" else self.splits:
+            for split in ["-"] if not OPS[op].cut else self.splits:
                 for size in self.sizes:
                     ways = self._ways(size)
                     dtypes = [self.dtype, *(["float32"] if self.quantity is times_float32 else [])]
-                    found += [Item(make_case(op, size, split, self.ranks, d, "sum"), split, ways) for d in dtypes]
+                    cases = [make_case(op, size, split, self.ranks, d, "sum") for d in dtypes]
+                    found += [Item(case, split, ways, self.busy) for case in cases]
         return found
 
     def _ways(self, size: int) -> tuple[str, ...]:
@@ -108,10 +111,12 @@ class Target:
     def about(self, row: Row) -> bool:
         if "results" not in row or row["redop"] not in ("sum", "none") or row["dtype"] != self.dtype:
             return False
+        if row["busy"] != self.busy:
+            return False
         if not self.ops:
             return bool(row["ranks"] > 1)
         near = any(abs(row["size_bytes"] / size - 1) < 0.01 for size in self.sizes)
-        in_splits = row["op"] == "all_reduce" or row["split"] in self.splits
+        in_splits = not OPS[row["op"]].cut or row["split"] in self.splits
         return bool(row["op"] in self.ops and row["ranks"] == self.ranks and near and in_splits)
 
     def shortfall(self, value: float) -> float:
@@ -173,6 +178,23 @@ TARGETS: tuple[Target, ...] = (
         for op in PAIR
     ),
     *(
+        Target(
+            f"training beside {busy} busy",
+            "ordinary",
+            ahead_of(("gloo",)),
+            1.0,
+            "x faster",
+            ("ddp_step",),
+            (5 * 256 * KIB,),
+            ranks=ranks,
+            busy=busy,
+            at_least=True,
+            noise=True,
+        )
+        for ranks in (2, 3, 4, 8)
+        for busy in (0, 2, 4)
+    ),
+    *(
         Target("nobody is faster", kind, ahead_of(EVERYBODY), 1.0, "x faster", at_least=True, noise=True)
         for kind in ("heap", "ordinary")
     ),
@@ -181,12 +203,13 @@ TARGETS: tuple[Target, ...] = (
 
 def target_items() -> dict[int, list[Item]]:
     """The rows that all targets need, by number of ranks; a row asked for twice has the ways of both."""
-    merged: dict[tuple[Any, str], Item] = {}
+    merged: dict[tuple[Any, str, int], Item] = {}
     for target in TARGETS:
         for item in target.items():
-            old = merged.get((item.case, item.split))
+            key = item.case, item.split, item.busy
+            old = merged.get(key)
             ways = tuple(dict.fromkeys([*(old.ways if old else ()), *item.ways]))
-            merged[item.case, item.split] = Item(item.case, item.split, ways)
+            merged[key] = Item(item.case, item.split, ways, item.busy)
     by_ranks: dict[int, list[Item]] = {}
     for item in sorted(merged.values(), key=lambda item: (*item.table, item.case.count)):
         by_ranks.setdefault(item.case.ranks, []).append(item)

@@ -18,6 +18,7 @@ STALE = 101  # what outputs hold before the call; odd and large, so that no righ
 WINDOW = 16  # messages in flight in one call of p2p_bandwidth
 MATMUL_N = 1024  # columns of the matmul's result
 MATMUL_K = 512  # what it sums over
+DDP_LAYER = 256 * 256  # elements of a layer's gradient in a training step
 PRODUCT_RANKS = 6  # ranks from here on have only ones in a product, so that it stays small
 
 ITEM_BYTES = {
@@ -78,6 +79,12 @@ OPS: dict[str, Op] = {
         f"x[m, {MATMUL_K}] @ w[{MATMUL_K}, {MATMUL_N}], summed over the ranks; size is the result's",
         lambda n: 2 * (n - 1) / n,
         lambda n: 4 * n,
+        reduces=True,
+    ),
+    "ddp_step": Op(
+        "a training step under DDP; size is that of the gradients, in whole layers of 256 KiB",
+        lambda n: 2 * (n - 1) / n,
+        lambda n: 6 * n,
         reduces=True,
     ),
 }
