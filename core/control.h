@@ -28,8 +28,13 @@ constexpr size_t kPieceBytes = 128 << 10;  // the longest piece in a stage
 constexpr size_t kRingBytes = 4 << 20;     // more than twice a second-level cache
 constexpr size_t kRingPieceBytes = 256 << 10;
 constexpr size_t kRingSlotBytes = 1 << 20;
-constexpr size_t kRingFrom = 4 << 10;         // bytes of the input
-constexpr size_t kCrowdedRingFrom = 4 << 20;  // the same with more ranks than processors, where caches help less
+constexpr size_t kRingFrom = 4 << 10;          // bytes of the input
+constexpr size_t kCrowdedRingFrom = 64 << 10;  // the same with more ranks than processors
+// With more ranks than processors, or beside busy neighbours, every wait for another rank is a turn of the scheduler:
+// then pieces are few and long.
+constexpr size_t kLongPieceBytes = 1 << 20;
+// A rank fills piece p + 1 before it reduces piece p, so there must be room for two.
+static_assert(kStageBytes / 2 >= 2 * kPieceBytes && kRingBytes / 2 >= 2 * kLongPieceBytes);
 constexpr size_t kNoteBytes = 496;
 constexpr int kMostRanks = 256;
 
@@ -81,8 +86,9 @@ struct Request {
   Place in, out;
   double factor;
   Place residual;
-  uint64_t turn;  // the byte of this rank's ring where its slot or its pieces begin
-  uint64_t spare[2];
+  uint64_t turn;        // the byte of this rank's ring where its slot or its pieces begin
+  uint64_t few_pieces;  // 1: waiting is expensive where this rank runs
+  uint64_t spare;
 };
 constexpr size_t kSmallRequestBytes = 56;
 static_assert(offsetof(Request, counts_hash) == kSmallRequestBytes && sizeof(Request) == kLineBytes - sizeof(Flag));

@@ -356,6 +356,7 @@ void Group::describe(Call& call, Request& d) {
   d.has_table = 0;
   d.has_ring = ring_ != nullptr;
   d.turn = turn_;
+  d.few_pieces = facts_.crowded || has_busy_neighbours();
   d.input = Holder::inlined;
   d.count = call.count;
   call.gauged = 0;

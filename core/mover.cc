@@ -59,8 +59,13 @@ bool Mover::find_stages(size_t message, size_t least) {
   auto in_ring = [&](int r) { return descriptor(r).has_ring && descriptor(r).input != Holder::ring; };
   bool rings = true;
   for (int r = 0; r < size_; r++) rings = rings && in_ring(r);
-  piece_ = std::clamp(std::bit_ceil(message / 4 + 1), std::max<size_t>(32 << 10, std::bit_ceil(least)),
-                      rings ? kRingPieceBytes : kPieceBytes);
+  bool few = false;
+  for (int r = 0; r < size_; r++) few = few || descriptor(r).few_pieces;
+  few = few && rings;
+  piece_ = std::clamp(std::bit_ceil(few ? message : message / 4 + 1), std::max<size_t>(32 << 10, std::bit_ceil(least)),
+                      few     ? kLongPieceBytes
+                      : rings ? kRingPieceBytes
+                              : kPieceBytes);
   stages_.clear();
   depth_ = SIZE_MAX;
   for (int r = 0; r < size_; r++) {

@@ -144,6 +144,7 @@ bool Group::rest(Call& call, Patience& patience, const Flag* sleep_on, uint64_t 
   } else {
     int64_t most = std::clamp<int64_t>(call.deadline_ns - now, 0, patience.sleep_ns);
     timespec t{0, most};
+    if (!patience.told) tell_waiting(call, patience);
     mine_.asleep().store(1, std::memory_order_relaxed);
     syscall(SYS_futex, low_half(*sleep_on), FUTEX_WAIT, static_cast<uint32_t>(seen), &t, nullptr, 0);
     mine_.asleep().store(0, std::memory_order_relaxed);
