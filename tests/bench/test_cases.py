@@ -53,7 +53,7 @@ def model(case, rank):
     return None
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op != "matmul_all_reduce"])
+@pytest.mark.parametrize("op", [op for op in OPS if op not in ("matmul_all_reduce", "ddp_step")])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_expected(op, ranks):
     for redop in REDOPS if OPS[op].reduces else ["sum"]:

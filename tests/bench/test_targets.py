@@ -27,7 +27,8 @@ def found(findings, text, who, op="all_reduce"):
 
 def test_rows_that_are_needed():
     planned = target_items()
-    assert list(planned) == [2, 4, 8]
+    assert list(planned) == [2, 3, 4, 8]
+    assert {(i.case.op, i.busy) for i in planned[3]} == {("ddp_step", 0), ("ddp_step", 2), ("ddp_step", 4)}
     asked = {(i.case.op, i.case.size_bytes, i.split, i.case.dtype) for i in planned[2]}
     assert ("all_reduce", 64 * MIB, "-", "bfloat16") in asked and ("all_reduce", 64 * MIB, "-", "float32") in asked
     tiny = next(i for i in planned[2] if i.case.size_bytes == 8)
@@ -38,12 +39,13 @@ def test_rows_that_are_needed():
     names = [*kinds, *(f"{way} {kind}" for way in ("dist", "comm_func", "even") for kind in kinds)]
     results = {name: result(1, 1) for name in names}
     judged = judge(
-        row(item.case.op, item.case.size_bytes, ranks, item.split, item.case.dtype, **results)
+        row(item.case.op, item.case.size_bytes, ranks, item.split, item.case.dtype, **results) | {"busy": item.busy}
         for ranks, items in planned.items()
         for item in items
     )
     unmeasured = {f["target"] for f in judged if f["verdict"] == "not measured"}
-    assert unmeasured == {"against MPI", "nobody is faster", "on gloo, its best"}  # no peer took part
+    beside = {f"training beside {busy} busy" for busy in (0, 2, 4)}
+    assert unmeasured == {"against MPI", "nobody is faster", "on gloo, its best", *beside}  # no peer took part
 
 
 def test_met_and_missed():
