@@ -33,6 +33,7 @@ def _interrupted(group, name, kind, folder):
     done = os.path.join(folder, "done")
     store = dist.FileStore(os.path.join(folder, "store"), 2)
     dist.init_process_group("unisono", store=store, rank=group.rank, world_size=2)
+    group.barrier()  # rank 0 may give the new group up before rank 1 has joined it
     ours = dist.group.WORLD.unisono_group
     if group.rank == 1:
         deadline = time.monotonic() + 60
