@@ -85,7 +85,11 @@ void Mover::end_stages(uint64_t pieces) {
 
 Code Mover::leave() {
   g_.publish(g_.mine_.flag(Phase::exit), c_.seq);
-  return g_.await(c_, Phase::exit, c_.seq);
+  if (Code code = g_.await(c_, Phase::exit, c_.seq); code != Code::ok) return code;
+  // A rank that was stopped here comes late: others that gave up this call after their own exit may have refilled what
+  // it has just read. They say that they gave up before they touch it, and the fence keeps the look behind the reads.
+  fence(std::memory_order_acquire);
+  return g_.given_up() ? g_.health(c_, [](int) { return false; }) : Code::ok;
 }
 
 Code Mover::look(size_t bytes) {
