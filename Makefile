@@ -15,7 +15,7 @@ FIXED_ADDRESSES := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 # Folders are listed too, so that a file taken away also counts as a change.
 SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE \
 	$(shell find core src \( -type d ! -name __pycache__ \) -o -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pyi' -o -name py.typed)
-CXX_FILES = $(wildcard core/*.h core/*.cc tests/core/*.h tests/core/*.cc)
+CXX_FILES = $(shell find core tests/core -name '*.h' -o -name '*.cc')
 REQUIREMENTS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
 	print(*p["build-system"]["requires"], *p["project"]["optional-dependencies"]["dev"], "cmake>=3.20", "ninja", sep="\n")
 

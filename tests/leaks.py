@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.group import _open_groups
+from unisono.group.group import _open_groups
 
 # Python's own servants live until the process ends, once something has asked for them.
 SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_nursery.py")

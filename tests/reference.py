@@ -1,6 +1,6 @@
 """The model: what every collective must give, computed in one process from all ranks' inputs.
 
-The number rule (core/reduce.h): combine in rank order 0..W-1; float16 and bfloat16 accumulate in float32 and
+The number rule (core/kernels/reduce.h): combine in rank order 0..W-1; float16 and bfloat16 accumulate in float32 and
 are rounded once; AVG divides the accumulator by W (integers: toward zero); PREMUL_SUM multiplies each input
 by its rank's factor in the accumulator's type; integers wrap; bool sum is "or"; complex numbers are pairs.
 Comparison is by bits; a NaN equals any NaN.

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import torch as _torch
 
-from . import _core, errors, settings
+from . import _core
+from .base import errors, settings
 from .version import __version__ as __version__
 
 _core.setup(
@@ -27,8 +28,7 @@ if settings.isa and not _core.set_isa(settings.isa):
     raise ValueError(f"UNISONO_ISA={settings.isa}: this CPU does not have it; leave it empty for the best there is")
 
 from . import comm_func  # noqa: E402
-from . import uneven_ops as _uneven_ops  # noqa: E402, F401
-from .errors import (  # noqa: E402
+from .base.errors import (  # noqa: E402
     AbortedError,
     ClosedError,
     CollectiveTimeoutError,
@@ -39,7 +39,9 @@ from .errors import (  # noqa: E402
     SystemCallError,
     UnisonoError,
 )
-from .fused import (  # noqa: E402
+from .base.handle import Handle  # noqa: E402
+from .base.tensors import empty, empty_like, is_shared, to_shared_, zeros  # noqa: E402
+from .fused.matmul import (  # noqa: E402
     PreparedWeight,
     all_gather_grouped_matmul,
     all_gather_matmul,
@@ -48,13 +50,12 @@ from .fused import (  # noqa: E402
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from .group import Group  # noqa: E402
-from .handle import Handle  # noqa: E402
-from .shared_gather import SharedGather  # noqa: E402
-from .tensors import empty, empty_like, is_shared, to_shared_, zeros  # noqa: E402
-from .torch_backend import ProcessGroupUnisono  # noqa: E402
-from .torch_groups import monitored_barrier, split_group  # noqa: E402
-from .uneven import all_gather_into_tensor_uneven, all_to_all_vc, reduce_scatter_tensor_uneven  # noqa: E402
+from .group.group import Group  # noqa: E402
+from .group.shared_gather import SharedGather  # noqa: E402
+from .torch_backend.groups import monitored_barrier, split_group  # noqa: E402
+from .torch_backend.registration import ProcessGroupUnisono  # noqa: E402
+from .uneven import operators as _uneven_ops  # noqa: E402, F401
+from .uneven.collectives import all_gather_into_tensor_uneven, all_to_all_vc, reduce_scatter_tensor_uneven  # noqa: E402
 
 __all__ = [
     "AbortedError",

@@ -3,7 +3,7 @@ from typing import Any
 
 import torch
 
-from .errors import UnisonoError
+from .base.errors import UnisonoError
 
 VERBS: dict[str, int]
 OPS: dict[str, int]

@@ -21,7 +21,7 @@ import unisono
 from unisono.testing import run_ranks
 
 if TYPE_CHECKING:
-    from unisono.group import Group
+    from unisono.group.group import Group
 
 SPLITS = [2, 3]  # rows of rank 0 and rank 1
 COLUMNS = 4

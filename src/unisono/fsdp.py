@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from . import groups
+from .group import names as groups
 
 Model = TypeVar("Model", bound=nn.Module)
 

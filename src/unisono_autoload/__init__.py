@@ -13,7 +13,7 @@ import sys
 
 def create(opts: object, backend_options: object = None) -> object:
     """Makes the group that init_process_group asks for; importing unisono puts its own function in this one's place."""
-    from unisono.torch_backend import create
+    from unisono.torch_backend.registration import create
 
     return create(opts, backend_options)
 

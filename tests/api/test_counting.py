@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 
 import unisono
-from unisono import compositions, monitor
-from unisono.agreement import NO_OP, Request
-from unisono.compositions import Lists
-from unisono.torch_face import Face
+from unisono.torch_backend import monitor
+from unisono.torch_backend.adapter import Face
+from unisono.transport import compositions
+from unisono.transport.agreement import NO_OP, Request
+from unisono.transport.compositions import Lists
 
 
 def in_step(function, call):

@@ -7,7 +7,7 @@ import torch
 from torch.distributed import FileStore
 
 import unisono
-from unisono import rendezvous
+from unisono.group import rendezvous
 from unisono.testing import run_ranks
 
 LONG_S = 60.0

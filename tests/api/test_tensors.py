@@ -280,7 +280,7 @@ def _fork_and_end(group):
     pid = os.fork()
     if pid == 0:
         try:
-            unisono.group._leave_all()
+            unisono.group.group._leave_all()
         finally:
             os._exit(0)
     deadline = time.monotonic() + 20

@@ -7,10 +7,10 @@
 #include <random>
 #include <thread>
 
-#include "engine.h"
-#include "finish.h"
-#include "gemm.h"
-#include "reduce.h"
+#include "engine/engine.h"
+#include "kernels/finish.h"
+#include "kernels/gemm.h"
+#include "kernels/reduce.h"
 
 using namespace unisono;
 

@@ -10,8 +10,8 @@
 #include <random>
 #include <thread>
 
-#include "engine.h"
-#include "reduce.h"
+#include "engine/engine.h"
+#include "kernels/reduce.h"
 
 using namespace unisono;
 

@@ -7,7 +7,7 @@
 #include <random>
 #include <thread>
 
-#include "engine.h"
+#include "engine/engine.h"
 
 using namespace unisono;
 

@@ -4,8 +4,8 @@
 #include <functional>
 #include <thread>
 
-#include "join.h"
-#include "retire.h"
+#include "group/join.h"
+#include "group/retire.h"
 
 using namespace unisono;
 

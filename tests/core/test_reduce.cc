@@ -1,10 +1,10 @@
-// Tests of core/reduce.h: every kernel of every instruction set this CPU has, against a plain reference.
+// Tests of core/kernels/reduce.h: every kernel of every instruction set this CPU has, against a plain reference.
 //
 // The reference below works on one element at a time and shares no code with the kernels (16-bit floats go
 // through ldexp and nearbyint). Since all arithmetic is per element, the expected output of a short reduction
 // is a prefix of the expected output of the longest one, computed once per data type, operation and source
 // count.
-#include "../../core/reduce.h"
+#include "kernels/reduce.h"
 
 #include <cmath>
 #include <complex>

@@ -8,7 +8,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "heap.h"
+#include "memory/heap.h"
 
 using namespace unisono;
 

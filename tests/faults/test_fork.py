@@ -97,12 +97,12 @@ def _fork_beside_a_callback(group):
     asked, held, done = threading.Event(), threading.Event(), threading.Event()
 
     def hold():
-        with unisono.handle._lock:
+        with unisono.base.handle._lock:
             held.set()
             done.wait(CHILD_S)
 
     def child():
-        unisono.handle.Handle(unisono.handle.Finished(), "barrier", None).when_done(asked.set)
+        unisono.base.handle.Handle(unisono.base.handle.Finished(), "barrier", None).when_done(asked.set)
         assert asked.is_set()
 
     thread = threading.Thread(target=hold)

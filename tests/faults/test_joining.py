@@ -17,7 +17,8 @@ import torch
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 import unisono
-from unisono import _core, rendezvous
+from unisono import _core
+from unisono.group import rendezvous
 from unisono.testing import run_ranks
 
 NONCE = b"n" * 16

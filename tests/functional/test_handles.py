@@ -12,7 +12,7 @@ import torch
 import unisono
 from tests.functional.worlds import world
 from unisono import comm_func
-from unisono.handle import Finished, Handle
+from unisono.base.handle import Finished, Handle
 
 KINDS = ["Group", "unisono", "gloo"]
 
@@ -208,7 +208,7 @@ class _Broken:
 
 
 def test_a_work_that_fails():
-    from unisono.handle import PendingWork
+    from unisono.base.handle import PendingWork
 
     finished = []
     handle = Handle(PendingWork(_Broken(), lambda: finished.append(1)), "all_reduce", None)
@@ -236,7 +236,7 @@ class _Receive:
 
 
 def test_a_work_is_waited_for_once():
-    from unisono.handle import PendingWork
+    from unisono.base.handle import PendingWork
 
     work, called, finished = _Receive(), threading.Event(), []
     handle = Handle(PendingWork(work, lambda: finished.append(1)), "recv", None)
@@ -256,7 +256,7 @@ def test_a_work_is_waited_for_once():
 
 
 def test_a_last_step_that_fails():
-    from unisono.handle import PendingWork
+    from unisono.base.handle import PendingWork
 
     def fail():
         raise RuntimeError("no memory")

@@ -10,7 +10,7 @@ import torch
 
 import unisono
 from tests.fused.cases import numbers
-from unisono import fused_gemm
+from unisono.fused import gemm as fused_gemm
 from unisono.testing import run_ranks
 
 
@@ -71,7 +71,7 @@ def test_both_ways_of_a_product(pool, size, dtype):
 
 def by_setting(group):
     """By the setting the core or torch multiplies; results agree."""
-    from unisono import settings
+    from unisono.base import settings
 
     x, w = (
         numbers(20, 64, dtype=torch.float16, seed=(2, 0, 0, 1)),

@@ -17,7 +17,7 @@ def test_moe_feed_forward():
 
 
 def test_bench_runs():
-    command = [sys.executable, "-m", "unisono.bench_fused", "--json", "--rows", "2", "--dtype", "float16"]
+    command = [sys.executable, "-m", "unisono.bench.fused", "--json", "--rows", "2", "--dtype", "float16"]
     command += ["--groups", "2", "--k", "32", "--n", "48", "--rounds", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,8 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import unisono
 from tests.fused.cases import numbers
-from unisono import fused_ops, groups
+from unisono.fused import operators as fused_ops
+from unisono.group import names as groups
 
 
 class Taken(torch.autograd.Function):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import unisono
 from tests.fused.cases import Case, check, same_on_all_ranks
-from unisono import groups
+from unisono.group import names as groups
 
 CASES = [
     Case((3, 0, 4), (7, 5, 6), (9, 4, 3), dtype="float16", bias="float16", residual=True, scale=0.5),

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unisono
-from unisono import fused_gemm
-from unisono.fused_plan import plan_groups, row_totals
+from unisono.fused import gemm as fused_gemm
+from unisono.fused.plan import plan_groups, row_totals
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import unisono
-from unisono.torch_backend import ProcessGroupUnisono
-from unisono.work import Work
+from unisono import ProcessGroupUnisono
+from unisono.torch_backend.work import Work
 
 Change = Callable[[], None]
 Spoil = Callable[[list[Tensor]], None]
@@ -171,7 +171,7 @@ def op_changed(method: str, ops: dict[str, str]) -> Change:
     def make(right: Callable[..., Any]) -> Callable[..., Any]:
         def wrong(self: Any, *arguments: Any) -> Any:
             opts = arguments[-1]
-            name = unisono.group.reduce_op_name(opts.reduceOp)
+            name = unisono.group.group.reduce_op_name(opts.reduceOp)
             other = ops.get(name, ops.get("*"))
             if other is not None:
                 opts.reduceOp = getattr(dist.ReduceOp, other.upper())

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 import unisono
 from tests.torch_stack.worlds import world
-from unisono import groups, torch_face
+from unisono.group import names as groups
+from unisono.torch_backend import adapter as torch_face
 
 can_combine = pytest.mark.skipif(not groups.PYTHON_BACKENDS, reason="torch has no Backend for Python before 2.14")
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import unisono.fsdp
 from tests.torch_stack.worlds import differences, randn
-from unisono import groups
+from unisono.group import names as groups
 
 STEPS = 3
 ROUNDING = 1e-5

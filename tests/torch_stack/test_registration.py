@@ -15,7 +15,7 @@ import torch.distributed as dist
 import unisono
 import unisono_autoload
 from tests.torch_stack.worlds import world
-from unisono import groups
+from unisono.group import names as groups
 
 ROOT = Path(__file__).resolve().parents[2]
 

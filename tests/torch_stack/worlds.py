@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import debug as dtensor_debug
 
 import unisono
-from unisono import groups
+from unisono.group import names as groups
 
 _ended: list[dist.ProcessGroup] = []  # the groups of the world before
 _turns = itertools.count()  # the same on all ranks, since all run the same programs

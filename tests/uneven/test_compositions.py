@@ -12,8 +12,10 @@ import torch.distributed as dist
 import unisono
 from tests import reference
 from tests.uneven.cases import factor_of, splits_for, world
-from unisono import _core, compositions, direct
-from unisono.compositions import Ascend, Lists, Rooted, composition_of
+from unisono import _core
+from unisono.transport import compositions
+from unisono.transport import gloo as direct
+from unisono.transport.compositions import Ascend, Lists, Rooted, composition_of
 
 OPS = ("sum", "avg", "product", "min", "max", "premul_sum")
 

@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from . import install
+from ..ascend import install
 from .missing import PACKAGES
 
 _PURPOSE = """Run a script written for Ascend (torch_npu, mindspeed, mindspore.communication) on the CPU, unchanged.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from .. import uneven
+from ..uneven import collectives as uneven
 from .crossing import on_host
 
 

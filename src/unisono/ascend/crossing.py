@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..handle import Handle
+from ..base.handle import Handle
 from .memory import as_cpu, as_npu
 
 Tensor = torch.Tensor

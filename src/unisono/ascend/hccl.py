@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from .. import torch_backend
-from ..group import Group
-from ..torch_arguments import settled
-from ..torch_backend import ProcessGroupUnisono
-from ..work import FINISHED, Work
+from ..group.group import Group
+from ..torch_backend import registration as torch_backend
+from ..torch_backend.arguments import settled
+from ..torch_backend.registration import ProcessGroupUnisono
+from ..torch_backend.work import FINISHED, Work
 from . import missing
 from .memory import as_cpu
 

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import comm_func, groups, uneven
+from .. import comm_func
+from ..group import names as groups
+from ..uneven import collectives as uneven
 from .crossing import on_host
 
 HCCL_WORLD_COMM_GROUP = "hccl_world_group"

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .. import groups
-from ..group import Group
+from ..group import names as groups
+from ..group.group import Group
 from .crossing import on_host
 from .missing import refuse
 
@@ -201,7 +201,7 @@ def npu_grouped_mat_mul_all_reduce(
 
     MindSpeed's ``mindspeed.ops.npu_grouped_mat_mul_all_reduce``. ``hcomm`` is what ``get_hccl_comm_name`` gave.
     """
-    from .. import fused
+    from ..fused import matmul as fused
 
     run = on_host(fused.grouped_matmul_all_reduce)
     return run(
@@ -249,7 +249,8 @@ def npu_mm_all_reduce_base(
         antiquant_group_size=antiquant_group_size,
     )
     _refuse_dtypes(name, x1, x2)
-    from .. import comm_func, fused
+    from .. import comm_func
+    from ..fused import matmul as fused
 
     total = None if x3 is None else on_host(comm_func.all_reduce)(x3, reduce_op, hcom)[0]
     run = on_host(fused.matmul_all_reduce)
@@ -274,7 +275,7 @@ def npu_mm_reduce_scatter_base(
     """``reduce_scatter(input @ x2 + bias)``, every rank's own bias added: ``unisono.matmul_reduce_scatter``."""
     name = "torch_npu.npu_mm_reduce_scatter_base"
     _check_fused(name, input, x2, hcom, world_size, x1_scale, x2_scale, output_dtype, comm_mode)
-    from .. import fused
+    from ..fused import matmul as fused
 
     run = on_host(fused.matmul_reduce_scatter)
     bias = _every_rank(bias, input, x2)
@@ -301,7 +302,8 @@ def npu_all_gather_base_mm(
     _check_fused(name, input, x2, hcom, world_size, x1_scale, x2_scale, output_dtype, comm_mode)
     if gather_index != 0:
         refuse(f"{name}(gather_index={gather_index})")
-    from .. import comm_func, fused
+    from .. import comm_func
+    from ..fused import matmul as fused
 
     product = on_host(fused.all_gather_matmul)(input, x2, hcom, bias=bias)
     if not gather_output:

@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from .. import settings
+from ..base import settings
 
 _local = threading.local()
 _generators: dict[int, torch.Generator] = {}

@@ -22,7 +22,7 @@ from .jobs import Job
 from .matmul_jobs import MatmulJob
 
 if TYPE_CHECKING:
-    from unisono.group import Group
+    from unisono.group.group import Group
 
 KINDS = ("heap", "ordinary")
 EVEN = "even"  # the Group's methods on as many bytes in equal chunks, to see what skew costs

@@ -20,7 +20,7 @@ from .apart.cases import ROOT, STALE, WINDOW, Case, Lacking, Piece
 from .apart.turns import Call
 
 if TYPE_CHECKING:
-    from unisono.group import Group
+    from unisono.group.group import Group
 
 REDOPS: dict[str, dist.ReduceOp.RedOpType] = {
     "sum": dist.ReduceOp.SUM,

@@ -15,7 +15,7 @@ from .apart.cases import MATMUL_K, MATMUL_N, Case, Lacking
 from .apart.turns import Call
 
 if TYPE_CHECKING:
-    from unisono.group import Group
+    from unisono.group.group import Group
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from unisono.group import Group
+from unisono.group.group import Group
 from unisono.testing import RankPool
 
 from . import rows

@@ -28,7 +28,7 @@ from .peers import PEERS, SILENCE_S, Team, start_teams
 from .ratios import summary
 
 if TYPE_CHECKING:
-    from unisono.group import Group
+    from unisono.group.group import Group
 
 WARM_BYTES = 64 << 20  # larger buffers leave no cache warm
 TURN_S = 1e-3  # calls are repeated up to this length

@@ -13,7 +13,7 @@ from .ratios import short
 from .table import show_bytes, show_us
 
 if TYPE_CHECKING:
-    from unisono.group import Group
+    from unisono.group.group import Group
 
 SCALING_RANKS = (1, 2, 4, 8, 16, 32, 64)
 SCALING_SIZES = (8, 1 << 10, 64 << 10, 1 << 20, 16 << 20, 128 << 20, 1 << 30)

@@ -17,7 +17,7 @@ its handle is complete.
 
 from __future__ import annotations
 
-from . import gradients  # noqa: F401  (registers them)
+from ..comm_func import gradients  # noqa: F401  (registers them)
 from .collectives import (
     all_gather_into_tensor,
     all_gather_into_tensor_uneven,

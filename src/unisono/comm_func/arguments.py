@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import _core
-from ..group import Group
-from ..groups import GroupLike, resolve
-from ..splits import SplitsLike, cut, splits_of
+from ..calls.splits import SplitsLike, cut, splits_of
+from ..group.group import Group
+from ..group.names import GroupLike, resolve
 
 _RedOpType = dist.ReduceOp.RedOpType
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed.distributed_c10d import GroupMember
 
-from ..groups import GroupLike, native
-from ..handle import Handle
-from ..splits import SplitsLike
+from ..base.handle import Handle
+from ..calls.splits import SplitsLike
+from ..group.names import GroupLike, native
 from . import arguments, launch, operators
 from .arguments import OP_CODES, PLAIN, equal_parts, facts, group_rank, member, no_tensor, numbers, reduction, rows_of
 

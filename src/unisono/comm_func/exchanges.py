@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import tensors
-from ..groups import GroupLike, native
-from ..handle import Handle
+from ..base import tensors
+from ..base.handle import Handle
+from ..group.names import GroupLike, native
 from . import launch, operators
 from .arguments import member, numbers, rows_of
 from .collectives import here

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import _core, tensors
-from ..compositions import composition_of
-from ..group import Group
-from ..groups import native
-from ..handle import Handle, PendingWork
+from .. import _core
+from ..base import tensors
+from ..base.handle import Handle, PendingWork
+from ..group.group import Group
+from ..group.names import native
+from ..transport.compositions import composition_of
 
 Result = tuple[Tensor, Handle | None]
 Found = ProcessGroup | Group

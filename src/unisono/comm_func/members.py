@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from .. import groups
-from ..group import Group
-from ..groups import GroupLike
+from ..group import names as groups
+from ..group.group import Group
+from ..group.names import GroupLike
 from .arguments import global_ranks, group_rank, member, numbers
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..groups import GroupLike
-from ..handle import Handle
+from ..base.handle import Handle
+from ..group.names import GroupLike
 from . import launch
 from .arguments import group_rank, member, no_tensor
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch._library.effects import EffectType
 from torch.library import custom_op
 
-from ..groups import resolve
-from ..handle import Finished, Handle
+from ..base.handle import Finished, Handle
+from ..group.names import resolve
 from . import inductor, launch
 from .arguments import numbers
 

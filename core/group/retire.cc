@@ -1,0 +1,75 @@
+// See retire.h.
+#include "group/retire.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <chrono>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "base/fork.h"
+
+namespace unisono {
+namespace {
+
+auto* retired = new std::vector<std::unique_ptr<Group>>;  // never destroyed: the thread may outlive static objects
+bool sweeping = false;                                    // there is a thread
+ForkMutex mutex(ForkOrder::retired, [] {
+  retired = new std::vector<std::unique_ptr<Group>>;  // the parent's groups are not touched
+  sweeping = false;
+});
+
+void sweep_until_empty() {
+  using namespace std::chrono_literals;
+  for (auto nap = 2ms;; nap = std::min(nap * 2, 100ms)) {
+    std::this_thread::sleep_for(nap);
+    sweep_retired();
+    std::lock_guard lock(mutex);
+    if (!retired->empty()) continue;
+    sweeping = false;
+    return;
+  }
+}
+
+void start_sweeping() {
+  if (sweeping) return;
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // signals belong to Python's main thread
+  try {
+    std::thread thread(sweep_until_empty);
+    pthread_setname_np(thread.native_handle(), "unisono-sweep");
+    thread.detach();
+    sweeping = true;
+  } catch (const std::system_error&) {  // no thread to be had: the next group that comes or goes looks
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+}  // namespace
+
+void sweep_retired() {
+  std::vector<std::unique_ptr<Group>> over;
+  {
+    std::lock_guard lock(mutex);
+    for (auto& group : *retired)
+      if (group->all_left()) over.push_back(std::move(group));
+    std::erase(*retired, nullptr);
+  }
+  for (auto& group : over) group->release_block();
+}
+
+void retire(std::unique_ptr<Group> group) {
+  if (group->all_left()) {
+    group->release_block();
+    return;
+  }
+  std::lock_guard lock(mutex);
+  retired->push_back(std::move(group));
+  start_sweeping();
+}
+
+}  // namespace unisono

@@ -1,0 +1,36 @@
+// Matrix products with float32 sums of float16, bfloat16 and float32 matrices: what torch lacks on CPUs without 16-bit
+// matrix instructions.
+//
+// torch's own 16-bit product is 50 to 100 times slower than its float32 one there, and gives 16-bit results. Here
+// 16-bit numbers become float32 while a matrix is packed into cache, so they cost no pass of their own. One thread; for
+// tall float32 matrices torch's product is used instead (see fused_gemm.py). Not part of the rule of
+// reduce.h: the order of a product's sums depends on the instruction set, as in every BLAS.
+#pragma once
+
+#include "base/types.h"
+
+namespace unisono {
+
+struct Matrix {
+  const void* data;
+  DType dtype;      // f16, bf16 or f32
+  size_t row, col;  // strides in elements; quick where one of them is 1
+};
+
+struct Product {
+  size_t m, k, n;
+  Matrix a, b;
+  bool panels;        // b is what pack_panels made of it
+  float* c;           // m rows of n
+  size_t c_row;       // elements from one row to the next
+  const float* bias;  // n numbers that are added to every row, or null
+};
+
+void multiply(const Product& product);  // throws std::bad_alloc; c must not overlap a or b
+
+// The right-hand side as multiply reads it: panels of `panel_columns()` columns, each k rows long, the last filled up
+// with zeros. `panels` has room for all of them.
+size_t panel_columns();
+void pack_panels(const Matrix& b, size_t k, size_t n, float* panels);
+
+}  // namespace unisono

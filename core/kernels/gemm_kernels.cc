@@ -1,0 +1,258 @@
+// The kernels of matrix products, compiled once per instruction set; each compile exports one GemmTable.
+//
+// Flags as for reduce_kernels.cc, but for -ffp-contract=fast: a product's sums are fused multiply-adds. The
+// accumulators of a tile (rows x 2 vectors) fill the registers; everything else streams.
+#include "kernels/gemm_kernels.h"
+
+#include "base/vectors.h"
+
+namespace unisono {
+namespace {
+
+constexpr size_t lanes = vec_bytes / sizeof(float);
+constexpr size_t width = 2 * lanes;
+#if defined(__AVX512F__)
+constexpr size_t most_rows = 12;
+#else
+constexpr size_t most_rows = 6;
+#endif
+
+typedef uint16_t HalfWords __attribute__((vector_size(vec_bytes / 2)));
+
+// ---- Loads of `lanes` consecutive numbers as float32 ----
+
+struct FromF32 {
+  using Stored = float;
+  static UNISONO_INLINE Floats wide(const char* from) { return load<Floats>(from); }
+};
+struct FromBf16 {
+  using Stored = uint16_t;
+  static UNISONO_INLINE Floats wide(const char* from) {
+    return reinterpret_cast<Floats>(__builtin_convertvector(load<HalfWords>(from), Words) << 16);
+  }
+};
+struct FromF16 {
+  using Stored = uint16_t;
+  static UNISONO_INLINE Floats wide(const char* from) {
+#if defined(__AVX512F__)
+    return _mm512_maskz_cvtph_ps(0xffff, load<__m256i>(from));
+#elif defined(__F16C__)
+    return _mm256_cvtph_ps(load<__m128i>(from));
+#else
+    return widen_f16(__builtin_convertvector(load<HalfWords>(from), Words));
+#endif
+  }
+};
+
+// The first `count` lanes, zeros behind them; reads nothing beyond.
+template <class F>
+UNISONO_INLINE Floats wide_part(const char* from, size_t count) {
+  char held[vec_bytes] = {};
+  for (size_t i = 0; i < count * sizeof(typename F::Stored); i++) held[i] = from[i];
+  return F::wide(held);
+}
+
+// ---- Tiles ----
+
+// One number in all lanes; as an integer, since adding it to 0.0 would be an addition.
+UNISONO_INLINE Floats spread(const float* from) {
+  return reinterpret_cast<Floats>(Words{} + load<uint32_t>(reinterpret_cast<const char*>(from)));
+}
+
+template <class F, size_t rows>
+UNISONO_INLINE void one_panel(const Tile& t, const char* b, float* c, const float* bias) {
+  constexpr size_t size = sizeof(typename F::Stored);
+  Floats left[rows], right[rows];
+#pragma GCC unroll 16
+  for (size_t i = 0; i < rows; i++) left[i] = right[i] = Floats{};
+  const float* a = t.a;
+  const size_t a_row = t.a_row, b_row = t.b_row * size;
+  auto step = [&]() __attribute__((always_inline)) {
+    const Floats x = F::wide(b), y = F::wide(b + lanes * size);
+#pragma GCC unroll 16
+    for (size_t i = 0; i < rows; i++) {
+      const Floats factor = spread(a + i * a_row);
+      left[i] += factor * x;
+      right[i] += factor * y;
+    }
+    a++, b += b_row;
+  };
+  size_t k = 0;
+  if (t.next_a) {
+#pragma GCC unroll 16
+    for (size_t i = 0; i < rows; i++) __builtin_prefetch(c + i * t.c_row, 1, 3);
+    constexpr size_t stretch = 8;
+    const char* ahead = t.ahead;
+    const size_t each = (t.ahead_rows * stretch + t.k - 1) / t.k;
+    for (size_t asked = 0; k + stretch <= t.k; k += stretch) {
+      for (size_t r = 0; r < each && asked < t.ahead_rows; r++, asked++, ahead += t.ahead_row)
+        for (size_t at = 0; at < t.ahead_bytes; at += 64) __builtin_prefetch(ahead + at, 0, 2);
+      if (k % 16 == 0) {
+#pragma GCC unroll 16
+        for (size_t i = 0; i < rows; i++) __builtin_prefetch(t.next_a + i * a_row + k, 0, 3);
+      }
+      for (size_t i = 0; i < stretch; i++) step();
+    }
+  }
+  for (; k < t.k; k++) step();
+#pragma GCC unroll 16
+  for (size_t i = 0; i < rows; i++) {
+    char* const to = reinterpret_cast<char*>(c + i * t.c_row);
+    Floats x = left[i], y = right[i];
+    if (t.add) {
+      x += load<Floats>(to);
+      y += load<Floats>(to + vec_bytes);
+    } else if (bias) {
+      x += load<Floats>(reinterpret_cast<const char*>(bias));
+      y += load<Floats>(reinterpret_cast<const char*>(bias + lanes));
+    }
+    store(to, x);
+    store(to + vec_bytes, y);
+  }
+}
+
+// A narrower last panel: computed beside and copied. `b` may end with its last column, so it is copied first, in
+// stretches of k that fit on the stack.
+template <class F, size_t rows>
+void last_panel(const Tile& t, const char* b, float* c, const float* bias, size_t columns) {
+  constexpr size_t size = sizeof(typename F::Stored), stretch = 32;
+  float held[stretch * width], part[rows * width], part_bias[width] = {};
+  for (size_t j = 0; bias && j < columns; j++) part_bias[j] = bias[j];
+  for (size_t i = 0; i < rows; i++)
+    for (size_t j = 0; j < width; j++) part[i * width + j] = t.add && j < columns ? c[i * t.c_row + j] : 0;
+  const size_t left = columns < lanes ? columns : lanes;
+  for (size_t k = 0; k < t.k || k == 0; k += stretch) {
+    const size_t some = t.k - k < stretch ? t.k - k : stretch;
+    for (size_t i = 0; i < some; i++) {
+      const char* from = b + (k + i) * t.b_row * size;
+      char* to = reinterpret_cast<char*>(held + i * width);
+      store(to, wide_part<F>(from, left));
+      store(to + vec_bytes, wide_part<F>(from + lanes * size, columns - left));
+    }
+    Tile inner = t;
+    inner.k = some, inner.a = t.a + k, inner.b_row = width, inner.c_row = width, inner.add = t.add || k > 0;
+    inner.next_a = nullptr;
+    one_panel<FromF32, rows>(inner, reinterpret_cast<const char*>(held), part, part_bias);
+  }
+  for (size_t i = 0; i < rows; i++)
+    for (size_t j = 0; j < columns; j++) c[i * t.c_row + j] = part[i * width + j];
+}
+
+template <class F, size_t rows>
+void tile_of(const Tile& t) {
+  constexpr size_t size = sizeof(typename F::Stored);
+  const char* b = static_cast<const char*>(t.b);
+  const float* bias = t.bias;
+  float* c = t.c;
+  size_t columns = t.columns;
+  for (; columns >= width; columns -= width, b += t.b_panel * size, c += width) {
+    one_panel<F, rows>(t, b, c, bias);
+    if (bias) bias += width;
+  }
+  if (columns) last_panel<F, rows>(t, b, c, bias, columns);
+}
+
+template <class F, size_t rows = most_rows>
+void tile_rows(const Tile& t) {
+  if (t.rows == rows) return tile_of<F, rows>(t);
+  if constexpr (rows > 1) tile_rows<F, rows - 1>(t);
+}
+
+void tile(const Tile& t) {
+  if (t.b_type == DType::f32) return tile_rows<FromF32>(t);
+  if (t.b_type == DType::bf16) return tile_rows<FromBf16>(t);
+  return tile_rows<FromF16>(t);
+}
+
+// ---- Packing and widening ----
+
+template <class F>
+void pack_of(const Matrix& b, size_t k, size_t panels, float* to) {
+  constexpr size_t size = sizeof(typename F::Stored);
+  const char* from = static_cast<const char*>(b.data);
+  const size_t panel_bytes = k * width * sizeof(float);
+  char* out = reinterpret_cast<char*>(to);
+  for (size_t i = 0; i < k; i++, from += b.row * size, out += width * sizeof(float))
+    for (size_t p = 0; p < panels; p++) {
+      store(out + p * panel_bytes, F::wide(from + p * width * size));
+      store(out + p * panel_bytes + vec_bytes, F::wide(from + (p * width + lanes) * size));
+    }
+}
+
+void pack(const Matrix& b, size_t k, size_t panels, float* to) {
+  if (b.dtype == DType::f32) return pack_of<FromF32>(b, k, panels, to);
+  if (b.dtype == DType::bf16) return pack_of<FromBf16>(b, k, panels, to);
+  return pack_of<FromF16>(b, k, panels, to);
+}
+
+// Transposes where the source runs the other way.
+
+template <size_t step, size_t... lane>
+UNISONO_INLINE void exchange(Floats& x, Floats& y, std::index_sequence<lane...>) {
+  const Floats u = __builtin_shufflevector(x, y, (lane & step ? lanes + lane - step : lane)...);
+  const Floats v = __builtin_shufflevector(x, y, (lane & step ? lanes + lane : lane + step)...);
+  x = u, y = v;
+}
+
+template <size_t step>
+UNISONO_INLINE void transpose(Floats (&v)[lanes]) {
+#pragma GCC unroll 16
+  for (size_t i = 0; i < lanes; i++)
+    if (!(i & step)) exchange<step>(v[i], v[i + step], std::make_index_sequence<lanes>());
+  if constexpr (step > 1) transpose<step / 2>(v);
+}
+
+template <class F>
+void widen_of(const Matrix& from, size_t rows, size_t columns, float* to, size_t to_row) {
+  constexpr size_t size = sizeof(typename F::Stored);
+  const char* data = static_cast<const char*>(from.data);
+  if (from.col == 1) {
+    for (size_t i = 0; i < rows; i++) {
+      const char* at = data + i * from.row * size;
+      char* out = reinterpret_cast<char*>(to + i * to_row);
+      size_t j = 0;
+      for (; j + lanes <= columns; j += lanes) store(out + j * sizeof(float), F::wide(at + j * size));
+      if (j < columns) {
+        const Floats last = wide_part<F>(at + j * size, columns - j);
+        __builtin_memcpy(out + j * sizeof(float), &last, (columns - j) * sizeof(float));
+      }
+    }
+    return;
+  }
+  // Consecutive elements are those of a column (any other stride is read one by one).
+  for (size_t i = 0; i < rows; i += lanes) {
+    const size_t high = rows - i < lanes ? rows - i : lanes;
+    for (size_t j = 0; j < columns; j += lanes) {
+      const size_t across = columns - j < lanes ? columns - j : lanes;
+      Floats v[lanes];
+      for (size_t l = 0; l < lanes; l++) {
+        const char* at = data + (i * from.row + (j + l) * from.col) * size;
+        if (l >= across) {
+          v[l] = Floats{};
+        } else if (from.row == 1 && high == lanes) {
+          v[l] = F::wide(at);
+        } else {
+          char held[vec_bytes] = {};
+          for (size_t h = 0; h < high; h++) __builtin_memcpy(held + h * size, at + h * from.row * size, size);
+          v[l] = F::wide(held);
+        }
+      }
+      transpose<lanes / 2>(v);
+      for (size_t h = 0; h < high; h++) __builtin_memcpy(to + (i + h) * to_row + j, &v[h], across * sizeof(float));
+    }
+  }
+}
+
+void widen(const Matrix& from, size_t rows, size_t columns, float* to, size_t to_row) {
+  if (from.dtype == DType::f32) return widen_of<FromF32>(from, rows, columns, to, to_row);
+  if (from.dtype == DType::bf16) return widen_of<FromBf16>(from, rows, columns, to, to_row);
+  return widen_of<FromF16>(from, rows, columns, to, to_row);
+}
+
+}  // namespace
+
+#define UNISONO_JOIN_(a, b) a##b
+#define UNISONO_JOIN(a, b) UNISONO_JOIN_(a, b)
+constinit const GemmTable UNISONO_JOIN(gemm_, UNISONO_ISA) = {most_rows, width, tile, pack, widen};
+
+}  // namespace unisono

@@ -1,0 +1,49 @@
+// The table of kernels that each instruction set's compile of gemm_kernels.cc exports to gemm.cc.
+//
+// Private to those two files; as in reduce_kernels.h, nothing here may be an inline function.
+#pragma once
+
+#include "kernels/gemm.h"
+
+namespace unisono {
+
+// A few rows of c: += or = the product of rows of a (float32, consecutive k) and columns of b. Columns come in panels
+// of the table's width; the last may be narrower.
+//
+// Meanwhile the next tile's rows of a are asked for from the second-level cache, and from memory `ahead_rows` rows of
+// what is packed next, `ahead_bytes` long each.
+struct Tile {
+  size_t rows;  // 1 to the table's most
+  size_t k;
+  const float* a;
+  size_t a_row;
+  const void* b;
+  DType b_type;
+  size_t b_row;    // from one k to the next
+  size_t b_panel;  // from one panel to the next
+  size_t columns;
+  float* c;
+  size_t c_row;
+  const float* bias;    // for the first product of a sum; null: zero
+  bool add;             // to what c holds, instead of to the bias
+  const float* next_a;  // null: none of this is asked for
+  const char* ahead;
+  size_t ahead_row, ahead_rows, ahead_bytes;
+};
+
+struct GemmTable {
+  size_t rows, columns;  // the most rows of a tile, the columns of a panel
+  void (*tile)(const Tile&);
+  // k rows of whole panels of b as float32, panel after panel; b.col is 1.
+  void (*pack)(const Matrix& b, size_t k, size_t panels, float* to);
+  // Rows of a as float32: `to` has `to_row` elements from one row to the next.
+  void (*widen)(const Matrix& from, size_t rows, size_t columns, float* to, size_t to_row);
+};
+
+extern const GemmTable gemm_scalar;
+#if defined(__x86_64__)
+extern const GemmTable gemm_avx2;
+extern const GemmTable gemm_avx512;
+#endif
+
+}  // namespace unisono

@@ -1,0 +1,44 @@
+// Element-wise reduction of several inputs into several outputs: the one place where numbers are combined.
+//
+// Rule (the same for every algorithm, size, tail and CPU): out[i] = src[0][i] op src[1][i] op ... in the
+// order of `src`; float16 and bfloat16 accumulate in float32 and are rounded once, to nearest even; AVG
+// divides the accumulator by `nsrc` before that rounding; PREMUL_SUM multiplies each input by its factor in
+// the accumulator's type first. Integers wrap, integer AVG truncates toward zero, NaN propagates in MIN and
+// MAX, bool SUM/MAX/BOR is logical or, bool PRODUCT/MIN/BAND is logical and, and results are 0 or 1.
+#pragma once
+
+#include "base/types.h"
+
+namespace unisono {
+
+struct Reduction {
+  DType dtype;
+  RedOp op;
+  size_t count;            // elements
+  const void* const* src;  // nsrc pointers, any alignment that suits one element or worse
+  size_t nsrc;             // >= 1
+  void* const* dst;        // ndst pointers; each may be equal to one of src, never overlap it otherwise
+  size_t ndst;             // >= 1
+  const double* factors;   // nsrc numbers, read for premul_sum only
+  bool stream;             // outputs will not be read soon: use non-temporal stores, fenced before return
+};
+
+// What this pair means nothing for: bitwise ops on floats, MIN/MAX of complex, AVG of bool, PREMUL_SUM of
+// integers or bool, anything on what is only moved.
+bool reduction_exists(DType dtype, RedOp op);
+
+void reduce(const Reduction& r);
+
+enum class Isa : uint8_t { scalar, avx2, avx512 };
+Isa best_isa();         // of this CPU (and operating system)
+Isa current_isa();      // what reduce() and copies use; starts as best_isa()
+bool set_isa(Isa isa);  // for tests and for groups whose CPUs differ; false if this CPU lacks it
+const char* isa_name(Isa isa);
+
+// Copies of non-overlapping memory. `copy_stream` bypasses the caches on the way out and fences before return.
+void copy_bytes(void* dst, const void* src, size_t bytes);
+void copy_stream(void* dst, const void* src, size_t bytes);
+// The same to several outputs at once: the source is loaded from memory once. Outputs equal to the source are left out.
+void copy_stream_to_all(void* const* dst, size_t ndst, const void* src, size_t bytes);
+
+}  // namespace unisono

@@ -1,0 +1,125 @@
+// This process's own shared memory: one sparse memfd, and an allocator that hands out pieces of it.
+//
+// Steps of an allocation: round the size up to its class; if it is small, take one that was given back lately; else
+// take the best-fitting free range; if none fits, extend the used part of the file, first asking whether the machine
+// and its cgroup have the memory, then reserving it with fallocate. Invariant: every byte ever handed out has been
+// reserved, so touching it can never end in SIGBUS. Allocation is local: no other rank takes part or is told.
+// What takes a page or more has its pages for itself, so that they can be taken away from the peers (`detach`) without
+// touching anything else; smaller blocks are cut from runs of pages of their own.
+//
+// A forked child keeps the tensors of its parent, as they were when it was forked: what is in use is copied then,
+// before either of the two goes on. Where that is more than set_fork_copy_max allows or than there is memory for, and
+// in the heaps of peers, the child sees what their owners write later, on every page it has not written itself. Its own
+// writes stay its own in any case. What it allocates goes to a new heap.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <set>
+#include <vector>
+
+#include "base/fork.h"
+#include "group/control.h"
+#include "memory/region.h"
+
+namespace unisono {
+
+class Heap {
+ public:
+  static std::shared_ptr<Heap> create(Failure& failure);
+  ~Heap();
+
+  // Null with `failure` filled when memory is short. Aligned to 128 bytes. Size 0 gets an address of its own too.
+  void* allocate(size_t bytes, Failure& failure);
+  void release(void* p);  // in a forked child: nothing, the memory is the parent's
+  // Makes [p, p + bytes) of a live allocation private to this process, page by page, with what it holds: a peer that
+  // still writes there writes into the old pages, which nobody sees. The allocation is never handed out again. False:
+  // nothing of this heap, or the system refused. Other threads may write into the same pages meanwhile.
+  bool detach(const void* p, size_t bytes);
+  bool is_detached(const void* p, size_t bytes);
+  uint64_t detachments() const { return detachments_.load(std::memory_order_acquire); }
+
+  // Lines of 128 bytes that stay lines for ever, so that a peer may look at one at any time.
+  std::byte* take_line(Failure& failure);
+  void give_line(std::byte* line);
+
+  // Says what a thread of this process waits for, where peers can read it; `end_activity` takes the number back.
+  int begin_activity(const Waiting& what);
+  void end_activity(int number);
+  // What the threads of the process whose heap lies at `base` wait for.
+  static std::vector<Waiting> read_activities(const std::byte* base);
+
+  std::byte* base() const { return mapping_->base(); }
+  size_t capacity() const { return mapping_->capacity(); }
+  const Token& token() const { return token_; }
+  int fd() const { return fd_; }
+  bool holds(const void* p) const { return mapping_->holds(p); }
+  std::shared_ptr<Mapping> mapping() const { return mapping_; }
+
+  struct Usage {
+    size_t in_use, reserved, quarantined, capacity;
+  };
+  Usage usage();
+
+  static size_t size_class(size_t bytes);
+
+  // Steps of fork.h: no heap changes while its process is forked.
+  static void before_fork();
+  static void after_fork_in_parent();
+  static void after_fork_in_child();
+
+ private:
+  Heap() = default;
+  // Free ranges by place and by size; the neighbours of a range given back are joined with it.
+  struct Ranges {
+    std::map<size_t, size_t> by_place;                              // offset -> bytes, no two adjacent
+    std::set<std::pair<size_t, size_t>> by_size;                    // (bytes, offset) of the same ranges
+    std::pair<size_t, size_t> insert(size_t offset, size_t bytes);  // the range it has become part of
+    void erase(size_t offset);
+    bool take(size_t bytes, size_t& offset);  // the best fit
+  };
+  bool grow(size_t bytes, Failure& failure);
+  bool take_pages(size_t bytes, size_t& offset, Failure& failure);
+  bool take_small(size_t bytes, size_t& offset, Failure& failure);
+  void give_small(size_t offset, size_t bytes);
+  std::map<size_t, size_t>::iterator find_live(const void* p);
+  bool is_detached_locked(size_t offset, size_t bytes) const;
+
+  std::mutex mutex_;
+  std::shared_ptr<Mapping> mapping_;
+  Token token_;
+  int fd_ = -1;
+  int generation_ = fork_generation();
+  size_t top_ = 0;  // everything below is reserved
+  size_t in_use_ = 0;
+  size_t quarantined_ = 0;
+  // Where in its first page a block of pages begins. It differs from heap to heap, so that the same tensor of different
+  // ranks falls into different sets of the caches, and stores to one do not look like stores to the other.
+  size_t color_ = 0;
+  Ranges pages_, small_;
+  std::map<size_t, size_t> live_;  // offset -> bytes of what is handed out
+  // Small blocks given back, by size in units of kAlign, to be handed out again without a search or an allocation.
+  std::array<std::vector<std::map<size_t, size_t>::node_type>, 32> spare_;
+  std::map<size_t, size_t> detached_;  // offset -> bytes, in whole pages
+  std::atomic<uint64_t> detachments_{0};
+  std::vector<std::byte*> lines_;        // free ones
+  std::atomic<uint32_t> activities_{0};  // a bit for each number in use
+  std::byte* copy_ = nullptr;  // while this process is forked: the first top_ bytes, as far as they are in use
+};
+
+// The heap that tensors of this process are made in; a forked child starts one of its own.
+std::shared_ptr<Heap> process_heap(Failure& failure);
+
+// Whether peers can reach this memory: it lies in a heap, and was not taken away from them (Heap::detach).
+bool is_reachable(const void* p, size_t bytes);
+
+// The most bytes in use that are copied for a forked child.
+void set_fork_copy_max(size_t bytes);
+
+// Bytes this process may still take without being refused or killed: least of MemAvailable and every cgroup
+// limit above it. SIZE_MAX where nothing says.
+size_t memory_available();
+
+}  // namespace unisono

@@ -1,0 +1,88 @@
+// The address range all heaps of this process live in: this process's own and every peer's, a fixed stride apart.
+//
+// One PROT_NONE reservation is made at first use and never given back, so "is this pointer in shared memory?" is
+// one range compare, and a slot's memory can be swapped in and out without another mapping ever landing there.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+
+namespace unisono {
+
+struct Token {  // 128 random bits that name one heap
+  uint64_t a = 0, b = 0;
+  bool operator==(const Token&) const = default;
+  auto operator<=>(const Token&) const = default;
+};
+
+Token random_token();
+
+// The first page of every heap's memory; what a peer checks before it believes in a mapping.
+struct HeapHeader {
+  static constexpr uint64_t kMagic = 0x314f4e4f53494e55;  // "UNISONO1"
+  uint64_t magic;
+  uint64_t layout;  // version of everything that lives in shared memory
+  Token token;
+  uint64_t capacity;
+  uint64_t pid;
+};
+constexpr uint64_t kLayoutVersion = 1;
+
+// The most bytes one heap can hold, a power of two. Fixed at first use.
+size_t heap_capacity();
+void set_heap_capacity(size_t bytes);  // before first use only; rounded up to a power of two
+
+// A slot of the region with `fd` mapped into it; unmapped when the object goes.
+class Mapping {
+ public:
+  static std::shared_ptr<Mapping> map(int fd, size_t capacity, Failure& failure);
+  ~Mapping();
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+
+  std::byte* base() const { return base_; }
+  size_t capacity() const { return capacity_; }
+  bool holds(const void* p) const { return static_cast<size_t>(static_cast<const std::byte*>(p) - base_) < capacity_; }
+  // Makes page-table entries for the whole megabytes inside [p, p + bytes) in one go instead of one fault a page.
+  // Only for memory its owner has reserved. Cheap when already done.
+  void populate(const std::byte* p, size_t bytes);
+  // The owner has given these pages private memory: a forked child inherits that, as any other.
+  void leave_private(size_t offset, size_t bytes) { detached_[offset] = bytes; }
+  // In a forked child: writes stay private. A page the child has not written shows what the owner writes later.
+  void make_private();
+  // In a forked child, after make_private: the first `bytes` are those at `copy` from now on, which is used up; there
+  // is nothing behind them.
+  void replace(std::byte* copy, size_t bytes);
+
+ private:
+  Mapping(std::byte* base, size_t capacity, size_t slot, int fd)
+      : base_(base), capacity_(capacity), slot_(slot), fd_(fd), populated_(capacity >> 20) {}
+  std::byte* base_;
+  size_t capacity_;
+  size_t slot_;
+  int fd_;
+  std::vector<std::atomic<uint8_t>> populated_;  // by megabyte; a hint, so relaxed
+  std::map<size_t, size_t> detached_;  // offset -> bytes; changed and read under the heap's lock, or in a fork
+};
+
+// The peer heap with this token, mapped at most once per process however many groups know it.
+std::shared_ptr<Mapping> map_peer(const Token& token, int fd, size_t capacity, Failure& failure);
+
+// True if `p` lies in any heap this process can see.
+bool in_region(const void* p);
+
+// The mapping that holds `p`, alive for as long as the result is; null outside every heap.
+std::shared_ptr<Mapping> mapping_of(const void* p);
+
+std::string system_error(const char* what);  // "what: strerror"
+
+}  // namespace unisono

@@ -1,0 +1,125 @@
+// Failures of the core as Python's exceptions, and an asynchronous call as Python holds it.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/engine.h"
+
+namespace nb = nanobind;
+
+namespace unisono {
+
+struct Hooks {
+  nb::object make_error;  // (code, verb, seq, group, rank, peers, text, lines, first_cause) -> exception
+  nb::object call_site;   // () -> "train.py:88"
+};
+inline Hooks& hooks = *new Hooks;  // never destroyed: threads may outlive the interpreter's objects
+
+inline bool check_python_signals() {
+  PyGILState_STATE state = PyGILState_Ensure();
+  bool raised = PyErr_CheckSignals() != 0;  // leaves the exception set in this thread
+  PyGILState_Release(state);
+  return raised;
+}
+
+// Parts of a message come out of shared memory, where a broken peer may have put anything.
+inline nb::object text_of(const std::string& s) {
+  return nb::steal(PyUnicode_DecodeUTF8(s.data(), static_cast<Py_ssize_t>(s.size()), "replace"));
+}
+
+inline nb::object error_of(const Failure& f, const std::string& group, int rank) {
+  nb::list lines;
+  for (const std::string& line : f.lines) lines.append(text_of(line));
+  return hooks.make_error(static_cast<int>(f.code), verb_name(f.verb), f.seq, text_of(group), rank, nb::cast(f.peers),
+                          text_of(f.text), lines, f.first_cause);
+}
+
+[[noreturn]] inline void raise(const Failure& f, const std::string& group, int rank) {
+  if (PyErr_Occurred()) nb::raise_python_error();  // a signal handler raised
+  nb::object error = error_of(f, group, rank);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(error.type().ptr()), error.ptr());
+  nb::raise_python_error();
+}
+
+inline int64_t nanoseconds(double seconds) {
+  return static_cast<int64_t>(std::min(seconds, 9e9) * 1e9);
+}
+
+// An asynchronous call: the ticket, and the Python objects that must live until it is done.
+class Pending {
+ public:
+  Pending(std::shared_ptr<Engine> engine, std::shared_ptr<Ticket> ticket, nb::list keep)
+      : engine_(std::move(engine)), ticket_(std::move(ticket)), keep_(std::move(keep)) {}
+  ~Pending() {
+    // Dropped without waiting: the tensors stay until the call is over.
+    if (!ticket_->done.load(std::memory_order_acquire)) orphans().emplace_back(ticket_, keep_.release().ptr());
+    nb::gil_scoped_release release;  // as in ~Communicator
+    engine_.reset();
+  }
+  Pending(const Pending&) = delete;
+  Pending& operator=(const Pending&) = delete;
+
+  // With the GIL held: gives back what finished calls without a handle kept alive.
+  static void bury() {
+    auto& list = orphans();
+    for (size_t i = 0; i < list.size();) {
+      if (!list[i].first->done.load(std::memory_order_acquire)) {
+        i++;
+        continue;
+      }
+      PyObject* kept = list[i].second;
+      list[i] = std::move(list.back());
+      list.pop_back();
+      Py_DECREF(kept);
+    }
+  }
+
+  bool done() const { return ticket_->done.load(std::memory_order_acquire); }
+  bool wait(double timeout_s) {
+    bool over, interrupted = false;
+    {
+      nb::gil_scoped_release release;
+      over = engine_->wait(*ticket_, nanoseconds(timeout_s), true, interrupted);
+    }
+    if (PyErr_Occurred()) nb::raise_python_error();  // a signal handler raised while waiting
+    if (over) keep_.clear();
+    return over;
+  }
+  nb::object error() const {
+    if (!done() || ticket_->code == Code::ok) return nb::none();
+    return error_of(ticket_->call.failure, engine_->group().facts().name, engine_->group().rank());
+  }
+  // Calls `callback` once the call is over, in whatever thread ends it.
+  void on_done(nb::object callback) {
+    PyObject* held = callback.release().ptr();
+    nb::gil_scoped_release release;
+    engine_->when_done(*ticket_, [held] {
+      nb::gil_scoped_acquire gil;
+      nb::object callback = nb::steal(held);
+      try {
+        callback();
+      } catch (nb::python_error& error) {
+        error.discard_as_unraisable("a callback of unisono");
+      }
+    });
+  }
+  int source() const { return ticket_->message ? ticket_->message->source : -1; }
+  uint64_t seq() const { return ticket_->call.seq; }
+
+ private:
+  static std::vector<std::pair<std::shared_ptr<Ticket>, PyObject*>>& orphans() {
+    static auto& list = *new std::vector<std::pair<std::shared_ptr<Ticket>, PyObject*>>;
+    return list;
+  }
+  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<Ticket> ticket_;
+  nb::list keep_;
+};
+
+}  // namespace unisono

@@ -1,0 +1,82 @@
+// Step 5 of a call: how the bytes of one call move, once every rank has seen every descriptor.
+//
+// Vocabulary. An input is *visible* to a rank that can read it where it is: its own, one in a heap, or one held in a
+// line or slot. An output is visible to a rank that can write it where it is: its own, or one in a heap whose place was
+// published. A call is *buffered* when all inputs are held in lines or slots: then every rank serves itself and nobody
+// waits again. Otherwise the work is cut by bytes between all ranks, whoever's tensors they are, and what is visible to
+// neither side goes through the stage in pieces.
+#pragma once
+
+#include "group/group.h"
+#include "kernels/reduce.h"
+
+namespace unisono {
+
+constexpr size_t kWorkBlock = 512 << 10;  // bytes between two looks
+
+class Mover {
+ public:
+  Mover(Group& group, Call& call) : g_(group), c_(call), size_(group.size()), me_(group.rank()) {}
+  Code run();
+  Code run_alone();  // one rank: no descriptors, no peers
+
+ private:
+  // What a rank published, or holds itself. Part j of a single-part tensor is the tensor.
+  const std::byte* input(int r, int j, size_t count) const;
+  std::byte* output(int r, int j, size_t count) const;
+  const Request& descriptor(int r) const { return g_.requests_[static_cast<size_t>(r)]; }
+  const TableEntry& entry(int r, int j) const { return g_.tables_[static_cast<size_t>(r * size_ + j)]; }
+  bool buffered(int r) const { return descriptor(r).input != Holder::place; }
+  // Whether the input is held in a line or slot, where all ranks see it.
+  bool held(int r) const { return buffered(r) && descriptor(r).input != Holder::kept; }
+  bool all_buffered() const;
+  size_t bytes(size_t count) const { return count * element_; }
+  // For a message of so many bytes, and pieces of at least so many. False: a rank published an impossible stage.
+  bool find_stages(size_t message, size_t least = 0);
+  void end_stages(uint64_t pieces);
+  const Stage& stage(size_t r) const { return stages_[r]; }
+  Code leave();  // step 6
+  // Before the next block of long work, after so many bytes of it: has anything happened? A rank that was given up
+  // must see it before it writes to the others' tensors again (Group::withdraw).
+  Code look(size_t bytes);
+
+  // copy_verbs.cc: broadcast, all_gather, gather, scatter, all_to_all
+  Code copy_buffered();
+  Code copy_shared();
+  Code copy_to_all(bool& done);
+  bool keeps_own_while_staging(const std::vector<size_t>& staged) const;
+  Code copy_staged(const std::vector<size_t>& staged);
+  Place source_place(int from, int to) const;
+  Place target_place(int from, int to) const;
+  size_t segment(int from, int to) const;                   // elements that go from one rank to another
+  const std::byte* segment_source(int from, int to) const;  // null: not visible here
+  std::byte* segment_target(int from, int to) const;
+  Code copy_block(std::byte* to, const std::byte* from, size_t bytes, bool stream);
+
+  // reduce_verbs.cc: all_reduce, reduce, reduce_scatter
+  struct Span;
+  Code reduce_buffered();
+  Code reduce_shared();
+
+  // fused_verbs.cc: matmul_reduce
+  struct Share;
+  std::vector<Share> spans() const;
+  Code finish_alone();
+  Code finish_buffered();
+  Code finish_shared();
+
+  Group& g_;
+  Call& c_;
+  const int size_;
+  const int me_;
+  const size_t element_ = dtype_bytes(c_.dtype);
+  std::vector<Stage> stages_;
+  size_t piece_ = 0;    // bytes of a piece
+  uint64_t depth_ = 0;  // pieces that every stage can hold, going in or coming out
+  size_t since_ = 0;    // bytes moved since the last thorough look
+};
+
+// Non-temporal stores pay when what a call reads and writes, on all ranks, does not fit this anyway.
+size_t last_cache_bytes();
+
+}  // namespace unisono

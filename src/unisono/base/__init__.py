@@ -1,0 +1,1 @@
+"""What every floor uses: errors, settings, tensors in shared memory, handles."""

@@ -1,0 +1,110 @@
+"""Tensors in shared memory: making them, moving others there, recognising them.
+
+A tensor in the heap is an ordinary CPU tensor whose bytes other ranks of this host can see; collectives read and write
+it where it is. Allocation is local: no other rank takes part, and sizes may differ between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar, overload
+
+import torch
+from torch import nn
+
+from .. import _core
+
+# DLPack's names for torch's dtypes: (type code, bits).
+_DLPACK: dict[torch.dtype, tuple[int, int]] = {
+    torch.int8: (0, 8),
+    torch.int16: (0, 16),
+    torch.int32: (0, 32),
+    torch.int64: (0, 64),
+    torch.uint8: (1, 8),
+    torch.uint16: (1, 16),
+    torch.uint32: (1, 32),
+    torch.uint64: (1, 64),
+    torch.float16: (2, 16),
+    torch.float32: (2, 32),
+    torch.float64: (2, 64),
+    torch.bfloat16: (4, 16),
+    torch.complex64: (5, 64),
+    torch.complex128: (5, 128),
+    torch.bool: (6, 8),
+}
+
+Anything = TypeVar("Anything", torch.Tensor, nn.Module)
+
+
+@overload
+def empty(size: Sequence[int], /, *, dtype: torch.dtype | None = None) -> torch.Tensor: ...
+@overload
+def empty(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor: ...
+def empty(*size: object, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Makes an uninitialised tensor in shared memory.
+
+    >>> import torch, unisono
+    >>> t = unisono.empty(2, 3, dtype=torch.bfloat16)
+    >>> t.shape, unisono.is_shared(t), unisono.is_shared(t[1])
+    (torch.Size([2, 3]), True, True)
+
+    Raises HeapMemoryError when the machine or its cgroup has too little memory left.
+    """
+    dtype = dtype or torch.get_default_dtype()
+    shape = list(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)  # type: ignore[call-overload]
+    for n in shape:
+        if n < 0:
+            raise ValueError(f"sizes must not be negative, got {shape}")
+    if dtype in _DLPACK:
+        return _core.empty(shape, *_DLPACK[dtype])
+    if dtype.itemsize == 1 and dtype.is_floating_point:  # the float8 family
+        return _core.empty(shape, 1, 8).view(dtype)
+    raise TypeError(f"unisono has no shared memory for dtype {dtype}")
+
+
+@overload
+def zeros(size: Sequence[int], /, *, dtype: torch.dtype | None = None) -> torch.Tensor: ...
+@overload
+def zeros(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor: ...
+def zeros(*size: object, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Makes a tensor of zeros in shared memory; see :func:`empty`."""
+    return empty(*size, dtype=dtype).zero_()  # type: ignore[call-overload, no-any-return]
+
+
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Makes an uninitialised contiguous tensor in shared memory with the shape and dtype of another."""
+    made = _core.empty_like(tensor)
+    return empty(tensor.shape, dtype=tensor.dtype) if made is None else made
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Says whether a tensor's bytes are in the heap, of this process or of another rank; views count."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"is_shared takes a torch.Tensor, got {type(tensor).__name__}")
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and _core.in_region(tensor.data_ptr())
+
+
+def to_shared_(what: Anything) -> Anything:
+    """Moves a tensor, or all parameters and buffers of a module, into shared memory, keeping the objects.
+
+    >>> import torch, unisono
+    >>> model = unisono.to_shared_(torch.nn.Linear(4, 2))
+    >>> all(unisono.is_shared(p) for p in model.parameters())
+    True
+
+    Optimizers, hooks and ties between parameters stay valid, since the objects are the same. Other views of the old
+    memory are not moved. What is in the heap already stays where it is.
+    """
+    if isinstance(what, nn.Module):
+        for tensor in [*what.parameters(), *what.buffers()]:
+            to_shared_(tensor)
+        return what
+    if not isinstance(what, torch.Tensor):
+        raise TypeError(f"to_shared_ takes a torch.Tensor or a torch.nn.Module, got {type(what).__name__}")
+    if what.device.type != "cpu":
+        raise ValueError(f"to_shared_ takes tensors on the CPU, got device {what.device}")
+    if not is_shared(what):
+        moved = empty_like(what)
+        moved.copy_(what.detach())
+        what.data = moved
+    return what

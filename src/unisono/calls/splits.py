@@ -1,0 +1,223 @@
+"""Splits of dimension 0, and the checks of tensors cut by them: local, in a fixed order, before anything moves.
+
+The first line of an error is torch_npu's text where it has one; the second says what was expected and what was got.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import lru_cache
+from operator import index
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..group.group import Group
+from ..group.names import native
+
+#: What a splits argument may be: a list, a tuple, torch.Size, a 1-D integer tensor, a numpy array of integers, or None.
+SplitsLike: TypeAlias = Sequence[int] | Tensor | Any | None
+
+_take_cpu: weakref.WeakSet[Any] = weakref.WeakSet()  # groups of other backends that are known to
+
+
+def check_whole_and_part(
+    group: ProcessGroup | Group, ours: Group | None, whole: Tensor, part: Tensor, splits: SplitsLike, gather: bool
+) -> tuple[int, ...]:
+    """The elements of each rank's chunk of ``whole``, if everything fits.
+
+    ``ours`` is ``native(group)``; ``gather`` says that the whole is the output, for messages.
+    """
+    try:
+        plain = whole.is_contiguous() and part.is_contiguous() and whole.is_cpu and part.is_cpu
+        plain = plain and (ours is not None or (group in _take_cpu and not (_is_odd(whole) or _is_odd(part))))
+    except (AttributeError, RuntimeError):
+        plain = False
+    if not plain:
+        _check_memory(group, whole, part, gather)
+    if whole.dtype is not part.dtype:
+        raise RuntimeError(
+            "output tensor must have the same type as input tensor\n"
+            + _expected_got(*((part.dtype, whole.dtype) if gather else (whole.dtype, part.dtype)))
+        )
+    shape = whole.shape
+    part_elements = part.numel()
+    if not shape or (part_elements == 1 and not part.dim()):
+        name = "output" if gather is not bool(shape) else "input"
+        raise ValueError(f"'{name}' must have at least one dimension\n{_expected_got('1 or more dimensions', 'none')}")
+    rank, size = (ours.rank, ours.size) if ours is not None else place_in(group)
+    counts = cut(() if splits is None else splits_of(splits), shape[0], whole.numel(), size)
+    if part_elements != counts[rank]:
+        name = "input" if gather else "output"
+        raise ValueError(
+            f"'{name}' must have as many elements as this rank's rows\n"
+            + _expected_got(f"{counts[rank]} elements on rank {rank}", f"{part_elements} of shape {list(part.shape)}")
+        )
+    if ours is None:  # the core looks for itself
+        _check_overlap(whole, part, sum(counts[:rank]), gather)
+    return counts
+
+
+def splits_of(splits: SplitsLike) -> tuple[int, ...]:
+    """Any accepted form of splits as a tuple, empty for an equal split."""
+    if splits is None:
+        return ()
+    if type(splits) is not list and hasattr(splits, "tolist"):
+        splits = splits.tolist()
+    try:
+        return tuple(map(index, splits))
+    except TypeError:
+        raise TypeError(
+            f"split sizes must be whole numbers, one per rank\n"
+            f"{_expected_got('a list, tuple, torch.Size, 1-D integer tensor or integer array', repr(splits))}"
+        ) from None
+
+
+def refuse_splits_of(op: Any) -> NoReturn:
+    """A ReduceOp in the place of the splits: the fourth place, or ``op=``, is meant."""
+    raise TypeError(
+        f"'input_split_sizes' is the third argument, 'op' the fourth: got {op} as the third\n"
+        f"  write reduce_scatter_tensor_uneven(output, input, input_split_sizes, op={op}, ...)"
+    )
+
+
+@lru_cache(maxsize=4096)
+def cut(splits: tuple[int, ...], dim0: int, elements: int, size: int) -> tuple[int, ...]:
+    """The elements of each rank's chunk of a tensor with ``dim0`` rows."""
+    if not splits:
+        if dim0 % size:
+            raise RuntimeError(
+                "Tensor's dim 0 does not divide equally across group size\n"
+                + _expected_got(f"a multiple of {size} rows", dim0)
+            )
+        return (elements // size,) * size
+    if len(splits) != size:
+        raise RuntimeError(
+            f"Number of tensor splits not equal to group size\n{_expected_got(f'{size} splits', len(splits))}"
+        )
+    if sum(splits) != dim0:
+        raise RuntimeError(
+            "Split sizes doesn't match total dim 0 size\n"
+            + _expected_got(f"splits that add up to {dim0}", f"{list(splits)}, which add up to {sum(splits)}")
+        )
+    if min(splits) < 0:
+        raise ValueError(f"split sizes must not be negative\n{_expected_got('0 or more rows each', list(splits))}")
+    row = elements // dim0 if dim0 else 0
+    return tuple([n * row for n in splits])
+
+
+def rows_of(matrix: Any, size: int) -> list[tuple[int, ...]]:
+    """A matrix of counts as one row per rank, from nested or flat lists, a tensor or an array."""
+    to_list = getattr(matrix, "tolist", None)
+    listed = list(matrix) if to_list is None else to_list()
+    nested = bool(listed) and not _is_number(listed[0])
+    if nested:
+        rows = [splits_of(row) for row in listed]
+    else:
+        flat = splits_of(listed)
+        rows = [flat[i : i + size] for i in range(0, len(flat), size)]
+    if len(rows) != size or any(len(row) != size for row in rows):
+        got = f"rows of {[len(row) for row in rows]}" if nested else f"{len(listed)} numbers"
+        raise RuntimeError(
+            f"Number of tensor splits not equal to group size\n{_expected_got(f'{size} rows of {size} numbers', got)}"
+        )
+    if any(n < 0 for row in rows for n in row):
+        raise ValueError(f"send counts must not be negative\n{_expected_got('0 or more elements each', rows)}")
+    return rows
+
+
+def _is_number(entry: Any) -> bool:
+    try:
+        index(entry)
+    except TypeError:
+        return False
+    return True
+
+
+def check_exchange(
+    group: ProcessGroup | Group, output: Tensor, input: Tensor, matrix: Any
+) -> tuple[list[tuple[int, ...]], int]:
+    """The rows of a matrix of counts and this rank, if everything fits."""
+    rank, size = place_in(group)
+    _check_memory(group, input, output, gather=False)
+    if output.dtype is not input.dtype:
+        raise RuntimeError(
+            f"output tensor must have the same type as input tensor\n{_expected_got(input.dtype, output.dtype)}"
+        )
+    rows = rows_of(matrix, size)
+    for name, tensor, wanted, what in (
+        ("input", input, sum(rows[rank]), "row"),
+        ("output", output, sum(row[rank] for row in rows), "column"),
+    ):
+        if tensor.numel() != wanted:
+            raise RuntimeError(
+                "Split sizes doesn't match total dim 0 size\n"
+                + _expected_got(f"an '{name}' of {wanted} elements, {what} {rank} of the matrix", tensor.numel())
+            )
+    if _overlap(input.data_ptr(), input.nbytes, output.data_ptr(), output.nbytes):
+        raise ValueError("'output' overlaps 'input'\n" + _expected_got("tensors apart from each other", "shared bytes"))
+    return rows, rank
+
+
+def _is_odd(tensor: Tensor) -> bool:
+    """Not dense, or a view whose numbers are not those in memory."""
+    return tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg()
+
+
+def _check_memory(group: ProcessGroup | Group, whole: Tensor, part: Tensor, gather: bool) -> None:
+    """Dense, contiguous, and on a device that the group's backend takes."""
+    named = (("output", whole), ("input", part)) if gather else (("output", part), ("input", whole))
+    for name, tensor in named:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"'{name}' must be a tensor\n{_expected_got('torch.Tensor', type(tensor).__name__)}")
+    for name, tensor in named:
+        if tensor.layout is not torch.strided:
+            raise RuntimeError(f"Tensors must be dense\n{_expected_got(f'a strided {name!r}', tensor.layout)}")
+        if not tensor.is_contiguous():
+            shape = f"shape {list(tensor.shape)} with strides {list(tensor.stride())}"
+            raise RuntimeError(f"Tensors must be contiguous\n{_expected_got(f'a contiguous {name!r}', shape)}")
+        if _is_odd(tensor):
+            raise ValueError(
+                f"'{name}' is a lazily conjugated or negated view; call resolve_conj() or resolve_neg() first"
+            )
+    if native(group) is not None:
+        kinds = ["cpu"]
+    else:
+        kinds = sorted({device.type for device in group._device_types})  # type: ignore[union-attr]
+        if "cpu" in kinds:
+            _take_cpu.add(group)
+    for name, tensor in named:
+        if tensor.device.type not in kinds or tensor.device != named[0][1].device:
+            raise RuntimeError(
+                "Tensors must be on a supported device\n"
+                + _expected_got(" or ".join(kinds), f"'{name}' on {tensor.device}")
+            )
+
+
+def _check_overlap(whole: Tensor, part: Tensor, at: int, gather: bool) -> None:
+    """Apart, or the part is exactly this rank's rows of the whole."""
+    start, bytes = part.data_ptr(), part.nbytes
+    if start == whole.data_ptr() + at * whole.element_size():
+        return
+    if _overlap(whole.data_ptr(), whole.nbytes, start, bytes):
+        raise ValueError(
+            f"'{'input' if gather else 'output'}' overlaps '{'output' if gather else 'input'}' and is not exactly "
+            "this rank's part\n" + _expected_got("tensors apart, or this rank's own rows", "some shared bytes")
+        )
+
+
+def _overlap(a: int, a_bytes: int, b: int, b_bytes: int) -> bool:
+    return a_bytes > 0 and b_bytes > 0 and a < b + b_bytes and b < a + a_bytes
+
+
+def place_in(group: ProcessGroup | Group) -> tuple[int, int]:
+    """This process's rank in the group, and the group's size."""
+    ours = native(group)
+    return (ours.rank, ours.size) if ours is not None else (group.rank(), group.size())  # type: ignore[operator]
+
+
+def _expected_got(expected: object, got: object) -> str:
+    return f"  expected {expected}, got {got}"

@@ -1,0 +1,1 @@
+"""Matrix products fused with the collective before or after them."""

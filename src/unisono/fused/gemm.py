@@ -1,0 +1,138 @@
+"""The products of the fused matmuls: float32 sums (float64 of float64), in one of two ways.
+
+The core's own multiplies 16-bit and float32 matrices in one thread, and turns 16-bit numbers into float32 on the way
+into the cache. torch's float32 matmul uses all threads of the rank, on blocks of a 16-bit weight that are turned into
+float32 first. torch's own 16-bit matmul is no way: on CPUs without 16-bit matrix instructions it is 50 to 100 times
+slower, and on all of them it rounds every rank's products to 16 bits. The two sum in different orders, so which one it
+is follows from a rule (:func:`_is_for_core`) and not from time: the same on all ranks and in every run.
+``UNISONO_GEMM=core`` or ``torch`` decides instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .. import _core
+from ..base import settings
+
+FEW_ROWS = 4  # as in core/kernels/gemm.cc: up to here the core reads a weight where it is
+_BLOCK = 1 << 18  # elements of a 16-bit weight that are turned into float32 at a time: half of a usual L2 cache
+_MANY_ROWS = 128  # from here on torch's float32 matmul is about as fast as the core in one thread, and can use more
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that products are summed in."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+class PreparedWeight:
+    """A weight made ready for many products: turned into float32 and laid out for the cache, once.
+
+    >>> import torch, unisono
+    >>> weight = unisono.PreparedWeight(torch.ones(4, 3, dtype=torch.float16))
+    >>> weight
+    PreparedWeight([4, 3], torch.float16)
+
+    It stands wherever a fused matmul takes a weight, for inference: no gradient reaches it, and the weight must not
+    change afterwards. It holds the weight itself, for calls with few rows, and twice (16 bit) or once (32 bit) as much
+    memory again. The layout is that of this process's CPU.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        if not isinstance(weight, torch.Tensor):
+            raise TypeError(f"PreparedWeight takes a torch.Tensor, got {type(weight).__name__}")
+        if weight.dim() != 2 or not weight.dtype.is_floating_point or weight.device.type != "cpu":
+            raise ValueError(
+                f"PreparedWeight takes a floating-point matrix [K, N] on the CPU, got {list(weight.shape)}, "
+                f"{weight.dtype}, {weight.device}"
+            )
+        self.weight = weight.detach()
+        self.shape = weight.shape
+        self.dtype = weight.dtype
+        self.device = weight.device
+        k, n = weight.shape
+        self.ready = self.weight
+        if self.dtype is torch.float64:
+            return
+        if _is_for_core(self.dtype, FEW_ROWS + 1):
+            width = _core.panel_columns()
+            self.ready = torch.empty(-(-n // width), k, width)
+            _core.pack_panels(self.weight, self.ready)
+        elif self.dtype is not torch.float32:
+            self.ready = self.weight.float()
+
+    def dim(self) -> int:
+        return 2
+
+    def for_rows(self, rows: int) -> torch.Tensor:
+        """The tensor to use for this many rows."""
+        if self.ready.dim() == 2:
+            return self.ready
+        few = rows <= FEW_ROWS and self.weight.stride(1) == 1
+        return self.weight if few or not _is_for_core(self.dtype, rows) else self.ready
+
+    def __repr__(self) -> str:
+        return f"PreparedWeight({list(self.shape)}, {self.dtype})"
+
+
+def plain_weight(weight: torch.Tensor, columns: int) -> torch.Tensor:
+    """A weight as a matrix again, if it is panels."""
+    if weight.dim() == 2:
+        return weight
+    return weight.transpose(0, 1).reshape(weight.shape[1], -1)[:, :columns]
+
+
+def multiply(
+    out: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    columns: Sequence[int],
+    bias: Sequence[torch.Tensor] | None,
+) -> None:
+    """Writes ``a[i] @ b[i] + bias[i]`` one behind the other into the flat ``out`` of :func:`wide` dtype."""
+    if not a:
+        return
+    on_cpu = out.dtype is torch.float32 and out.device.type == "cpu"
+    if on_cpu and _is_for_core(a[0].dtype, max([x.shape[0] for x in a])):
+        _core.multiply(a, b, columns, out, bias)
+    else:
+        _by_torch(out, a, b, columns, bias)
+
+
+def _by_torch(
+    out: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    columns: Sequence[int],
+    bias: Sequence[torch.Tensor] | None,
+) -> None:
+    at = 0
+    for i, (x, w, n) in enumerate(zip(a, b, columns, strict=True)):
+        m, k = x.shape
+        y = out[at : at + m * n].view(m, n)
+        at += m * n
+        if w.dim() == 3:  # panels fit the core only
+            _core.multiply([x], [w], [n], y, [bias[i]] if bias else None)
+            continue
+        x = x.to(out.dtype)
+        step = n if w.dtype is out.dtype else max(64, _BLOCK // max(k, 1))
+        for j in range(0, n, step):
+            block = w[:, j : j + step].to(out.dtype)
+            if bias is None:
+                torch.mm(x, block, out=y[:, j : j + step])
+            else:
+                torch.addmm(bias[i][j : j + step], x, block, out=y[:, j : j + step])
+
+
+def _is_for_core(dtype: torch.dtype, rows: int) -> bool:
+    """Whether the core multiplies matrices of this dtype, the tallest with so many rows.
+
+    It asks only for what is the same on all ranks and in every run on a machine: not for the depth of the product,
+    which ranks may cut unequally, and not for the threads of a process. The instruction set is the common one of all
+    ranks. Without one the core's kernels are plain loops.
+    """
+    if settings.gemm:
+        return settings.gemm == "core"
+    return _core.isa() != "scalar" and (dtype is not torch.float32 or rows < _MANY_ROWS)

@@ -1,0 +1,444 @@
+"""Groups of ranks on one host, with every verb as a method: the one thin path to the core.
+
+The torch backend, the uneven pair and the functional collectives all go through these methods. A method hands tensors
+and numbers to the core, which checks them, and returns None, or with ``async_op=True`` a Handle. Results are the same
+bits on every rank, whatever the message size and wherever the tensors are.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
+
+from .. import _core
+from ..base import settings
+from ..base.counter import Counter
+from ..base.errors import ClosedError, MismatchError
+from ..base.handle import Handle
+from . import rendezvous
+
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+
+_LINGER_S = 0.2  # how long close() waits for the others to close too
+_open_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+_by_key: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
+_numbers = Counter()
+
+
+def _reduce_ops() -> dict[Any, int]:
+    names = {name: code for name, code in _core.OPS.items() if name != "none"}
+    table: dict[Any, int] = dict(names)
+    table["prod"] = names["product"]
+    for name, code in names.items():
+        table[getattr(_RedOpType, name.upper())] = code
+    return table
+
+
+_ReduceOp = dist.ReduceOp
+_RedOpType = _ReduceOp.RedOpType
+_OPS = _reduce_ops()
+_PREMUL_SUM = _OPS["premul_sum"]
+_SUM = "sum"
+_PLAIN_SUM = _OPS[_SUM], 1.0
+# A ReduceOp hashes to the number of its type, the quickest way to tell which it is.
+_BY_HASH = {hash(op): code for op, code in _OPS.items() if isinstance(op, _RedOpType)}
+
+
+def _reduce_op(op: Any, factor: float | None) -> tuple[int, float]:
+    """The core's number of a reduce operation, and the factor of a premul_sum."""
+    if op is _SUM and factor is None:
+        return _PLAIN_SUM
+    kind = type(op)  # comparing a ReduceOp, or asking isinstance about it, takes microseconds
+    if kind is _ReduceOp:
+        code: int | None = _BY_HASH[hash(op)]
+        if code == _PREMUL_SUM and factor is None:
+            state: Any = op.__getstate__()
+            factor = float(state[1])
+    else:
+        code = _OPS.get(op) if kind is str or kind is _RedOpType else None
+    if code is None:
+        names = ", ".join(sorted({k for k in _OPS if isinstance(k, str)}))
+        raise ValueError(f"argument 'op' must be one of {names}, or a torch ReduceOp, got {op!r}")
+    if code == _PREMUL_SUM:
+        if factor is None:
+            raise ValueError("argument 'factor' must be given for op 'premul_sum'")
+    elif factor is not None:
+        raise ValueError(f"argument 'factor' belongs to op 'premul_sum', got op {op!r}")
+    return code, 1.0 if factor is None else float(factor)
+
+
+def reduce_op_name(op: Any) -> str:
+    """The name of a reduce operation given in any of its forms."""
+    code = _reduce_op(op, None)[0]
+    return next(name for name, number in _core.OPS.items() if number == code)
+
+
+class Group:
+    """Ranks of one host that call collectives together.
+
+    Make one with :meth:`from_store`, :meth:`from_env` or :meth:`split`. ``rank`` is this process's number in the group,
+    ``ranks`` the numbers its members have in the group it was split from, or those given to :meth:`from_store` (0 …
+    size-1 if there are none). ``key`` is a name
+    no other group of this process has: torch operators carry it, and any ``group`` argument takes it.
+
+    >>> from unisono.testing import run_ranks
+    >>> import torch
+    >>> def add(group):
+    ...     t = torch.full((2,), float(group.rank + 1))
+    ...     group.all_reduce(t)
+    ...     return t.tolist()
+    >>> run_ranks(2, add)                                                                     # doctest: +SKIP
+    [[3.0, 3.0], [3.0, 3.0]]
+    """
+
+    def __init__(self, comm: _core.Communicator, ranks: Sequence[int], timeout_s: float) -> None:
+        self._comm = comm
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.name: str = comm.name
+        self.key: str = f"{self.name}@unisono{_numbers.next()}"
+        self.ranks: list[int] = list(ranks)
+        self.timeout_s = timeout_s
+        self._store: Store | None = None
+        self._splits = Counter()
+        _open_groups.add(self)
+        _by_key[self.key] = self
+
+    # -- coming and going
+
+    @classmethod
+    def from_store(
+        cls,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        ranks: Sequence[int] | None = None,
+        name: str = "world",
+        timeout_s: float | None = None,
+    ) -> Group:
+        """Joins a group through a torch Store; every rank calls this with the same store, size, ranks and name.
+
+        ``ranks`` are the numbers the members have elsewhere, in a world they come from, and become ``group.ranks``;
+        0 … size-1 if None. Ranks that were told different sizes or lists get MismatchError.
+        """
+        limit = settings.timeout_s if timeout_s is None else timeout_s
+        return cls._join(store, rank, size, ranks, name, limit, time.monotonic() + limit)
+
+    @classmethod
+    def _join(
+        cls,
+        store: Store,
+        rank: int,
+        size: int,
+        ranks: Sequence[int] | None,
+        name: str,
+        timeout_s: float,
+        deadline_s: float,
+    ) -> Group:
+        comm = rendezvous.meet(store, rank, size, ranks, name, timeout_s, deadline_s)
+        group = cls(comm, range(size) if ranks is None else ranks, timeout_s)
+        group._store = store
+        return group
+
+    @classmethod
+    def from_env(cls, *, name: str = "world", timeout_s: float | None = None) -> Group:
+        """Joins the group of all ranks that torchrun (or the same environment variables) describes."""
+        missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
+        if missing:
+            raise ValueError(
+                f"{', '.join(missing)} not set: start the ranks with torchrun, or make the group with Group.from_store"
+            )
+        limit = settings.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit
+        store, rank, size = next(iter(torch_rendezvous("env://", timeout=timedelta(seconds=limit))))
+        return cls._join(store, rank, size, None, name, limit, deadline)
+
+    def split(
+        self, ranks: Sequence[int] | None, *, name: str | None = None, timeout_s: float | None = None
+    ) -> Group | None:
+        """Makes a group of some of this group's ranks, in the order given. All ranks of this group call it together.
+
+        Each rank gives the list it wants to be in, the same on all its members, or None to be in none. Two lists in one
+        call make two groups::
+
+            rank 0, 2: group.split([0, 2])   ->  ranks 0 and 1 of one new group
+            rank 1, 3: group.split([3, 1])   ->  rank 3 is 0, rank 1 is 1 of another
+        """
+        members = [] if ranks is None else [int(r) for r in ranks]
+        if ranks is not None:
+            if len(set(members)) != len(members) or not all(0 <= r < self.size for r in members):
+                raise ValueError(f"argument 'ranks' must be different ranks from 0 to {self.size - 1}, got {members}")
+            if self.rank not in members:
+                raise ValueError(f"argument 'ranks' must contain this rank, {self.rank}, got {members}")
+        number = self._splits.next()  # all ranks split together, so they agree on it
+        child = f"{self.name}/{number}" if name is None else name
+        block = self._comm.make_block(len(members)) if members else 0
+        # Every rank shows whom it wants, by what name, where its control block is, and a number nobody had before.
+        wanted = members + [-1] * (self.size - len(members))
+        mine = torch.tensor([_number(name), block, secrets.randbits(62), *wanted], dtype=torch.int64)
+        gathered = torch.empty(self.size, len(mine), dtype=torch.int64)
+        comm, known, limit = self._comm, True, self.timeout_s if timeout_s is None else timeout_s
+        try:
+            self.all_gather(gathered, mine)
+            shown = gathered.tolist()
+            if any(shown[r][3:] != wanted or shown[r][0] != shown[self.rank][0] for r in members):
+                known = False  # whoever wants this rank finds the same
+                raise self._split_mismatch(members, [(row[0], [r for r in row[3:] if r >= 0]) for row in shown])
+            if not members:
+                return None
+            blocks = [shown[r][1] for r in members]
+            identity = _number(comm.id, shown, members) | 1
+            made = comm.split(members, blocks, members.index(self.rank), child, identity, limit)
+        except BaseException as error:
+            # It may have gone well on other members: they learn that this rank does not come.
+            if members:
+                why = f"rank {self.rank} could not join the split: {error}"
+                comm.drop_block(block, members.index(self.rank), why if known else None)
+            raise
+        return Group(made, [self.ranks[r] for r in members], limit)
+
+    def _split_mismatch(self, members: list[int], wishes: list[tuple[int, list[int]]]) -> MismatchError:
+        """``wishes`` are, by rank, the number of the name and the list that each rank gave."""
+        mine = wishes[self.rank]
+        differing = tuple(r for r in members if wishes[r] != mine)
+        what = "the ranks" if any(wishes[r][1] != members for r in differing) else "the name"
+        text = f'split of group "{self.name}": ranks disagree on {what}'
+        for r, (name, wanted) in enumerate(wishes):
+            text += f"\n  rank {r}   {wanted or 'none'}"
+            if r in differing:
+                text += "   <- differs" if name == mine[0] else "   <- another name"
+        error = MismatchError(text)
+        error.op, error.group, error.rank, error.peers = "split", self.name, self.rank, differing
+        return error
+
+    def close(self) -> None:
+        """Leaves the group. Pending calls end with an error, the others learn that this rank left. Twice is fine."""
+        comm, self._comm = self._comm, _Closed(self)  # type: ignore[assignment]
+        _open_groups.discard(self)
+        if not isinstance(comm, _Closed):
+            comm.close("closed the group", _LINGER_S)
+
+    def abort(self, reason: str = "") -> None:
+        """Gives the group up on all ranks: whoever waits in it, or calls it later, gets AbortedError."""
+        self._comm.abort(f"rank {self.rank} aborted" + (f": {reason}" if reason else ""))
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<unisono.Group {self.name!r} rank {self.rank} of {self.size}>"
+
+    def rename(self, name: str) -> None:
+        """Changes what errors call this group, on this rank."""
+        self._comm.rename(name)
+        self.name = name
+
+    @property
+    def calls(self) -> int:
+        """Collectives this rank has begun in the group; the number behind ``#`` in errors."""
+        return self._comm.calls
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes this rank has copied through the stage; 0 as long as everything was in shared memory or small."""
+        return self._comm.staged_bytes
+
+    # -- verbs
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: Any = "sum",
+        *,
+        out: torch.Tensor | None = None,
+        factor: float | None = None,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Handle | None:
+        """Combines a tensor over all ranks, in place or into ``out``; all ranks get the same bits::
+
+        rank 0  [1, 2]        [11, 22]
+        rank 1  [10, 20]  ->  [11, 22]
+        """
+        code, factor = _PLAIN_SUM if op is _SUM and factor is None else _reduce_op(op, factor)
+        pending = self._comm.all_reduce(tensor, out, code, factor, timeout_s or 0.0, async_op)
+        return None if pending is None else Handle(pending, "all_reduce", tensor if out is None else out)
+
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        root: int,
+        op: Any = "sum",
+        *,
+        out: torch.Tensor | None = None,
+        factor: float | None = None,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Handle | None:
+        """Combines a tensor over all ranks into the root's tensor (or its ``out``); the others' stay as they are."""
+        code, factor = _reduce_op(op, factor)
+        pending = self._comm.reduce(tensor, root, out, code, factor, timeout_s or 0.0, async_op)
+        return None if pending is None else Handle(pending, "reduce", tensor if out is None else out)
+
+    def broadcast(
+        self, tensor: torch.Tensor, root: int, *, async_op: bool = False, timeout_s: float | None = None
+    ) -> Handle | None:
+        """Copies the root's tensor into every other rank's."""
+        pending = self._comm.broadcast(tensor, root, timeout_s or 0.0, async_op)
+        return None if pending is None else Handle(pending, "broadcast", tensor)
+
+    def all_gather(
+        self,
+        output: Tensors,
+        input: torch.Tensor,
+        counts: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Handle | None:
+        """Puts every rank's input behind one another on all ranks. ``counts`` are elements per rank, equal if None::
+
+            counts [1, 2]   rank 0  [1]         [1, 10, 20]
+                            rank 1  [10, 20]    [1, 10, 20]
+
+        ``output`` is one tensor, or a list of one tensor per rank. The input may be this rank's own part of the output.
+        """
+        pending = self._comm.all_gather(output, input, counts, timeout_s or 0.0, async_op)
+        return None if pending is None else Handle(pending, "all_gather", output)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: Tensors,
+        counts: Sequence[int] | None = None,
+        op: Any = "sum",
+        *,
+        factor: float | None = None,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Handle | None:
+        """Combines the inputs of all ranks and gives each rank its part. ``counts`` are elements per rank::
+
+            counts [1, 2]   rank 0  [1, 2, 3]        [11]
+                            rank 1  [10, 20, 30]     [22, 33]
+
+        ``input`` is one tensor, or a list of one tensor per rank. The output may be this rank's own part of the input.
+        """
+        code, factor = _reduce_op(op, factor)
+        pending = self._comm.reduce_scatter(output, input, counts, code, factor, timeout_s or 0.0, async_op)
+        return None if pending is None else Handle(pending, "reduce_scatter", output)
+
+    def gather(
+        self,
+        output: Tensors | None,
+        input: torch.Tensor,
+        root: int,
+        counts: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Handle | None:
+        """Puts every rank's input behind one another on the root; ``output`` and ``counts`` are read there only."""
+        pending = self._comm.gather(output, input, root, counts, timeout_s or 0.0, async_op)
+        return None if pending is None else Handle(pending, "gather", output)
+
+    def scatter(
+        self,
+        output: torch.Tensor,
+        input: Tensors | None,
+        root: int,
+        counts: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Handle | None:
+        """Gives each rank its part of the root's input; ``input`` and ``counts`` are read on the root only."""
+        pending = self._comm.scatter(output, input, root, counts, timeout_s or 0.0, async_op)
+        return None if pending is None else Handle(pending, "scatter", output)
+
+    def all_to_all(
+        self,
+        output: Tensors,
+        input: Tensors,
+        output_counts: Sequence[int] | None = None,
+        input_counts: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Handle | None:
+        """Sends part j of rank i's input to part i of rank j's output::
+
+        rank 0  [1, 2]         [1, 10]
+        rank 1  [10, 20]   ->  [2, 20]
+        """
+        pending = self._comm.all_to_all(output, input, output_counts, input_counts, timeout_s or 0.0, async_op)
+        return None if pending is None else Handle(pending, "all_to_all", output)
+
+    def barrier(self, *, async_op: bool = False, timeout_s: float | None = None) -> Handle | None:
+        """Returns when every rank has called it."""
+        pending = self._comm.barrier(timeout_s or 0.0, async_op)
+        return None if pending is None else Handle(pending, "barrier", None)
+
+    def send(
+        self, tensor: torch.Tensor, dst: int, tag: int = 0, *, async_op: bool = False, timeout_s: float | None = None
+    ) -> Handle | None:
+        """Sends a tensor to one rank. Messages with the same tag arrive in order; up to 64 KiB it does not wait."""
+        pending = self._comm.send(tensor, dst, tag, timeout_s or 0.0, async_op)
+        return Handle(pending, "send", tensor) if async_op else None
+
+    def recv(
+        self,
+        tensor: torch.Tensor,
+        src: int | None = None,
+        tag: int = 0,
+        *,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Handle | int:
+        """Receives a tensor of the same size and dtype from ``src``, or from anyone; returns the rank it came from."""
+        pending = self._comm.recv(tensor, src, tag, timeout_s or 0.0, async_op)
+        return Handle(pending, "recv", tensor) if async_op else int(pending)
+
+
+def find_key(key: str) -> Group | None:
+    """The group with this ``key``, as long as it lives."""
+    return _by_key.get(key)
+
+
+def _number(*what: object) -> int:
+    """62 bits that stand for some values, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little") >> 2
+
+
+class _Closed:
+    """Stands where a closed group's communicator was."""
+
+    def __init__(self, group: Group) -> None:
+        self._words = f'group "{group.name}" was closed on this rank'
+
+    def __getattr__(self, name: str) -> Any:
+        raise ClosedError(self._words)
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Tells the peers of every open group that this process ends, and stops progress threads before Python goes."""
+    for group in list(_open_groups):
+        comm, group._comm = group._comm, _Closed(group)  # type: ignore[assignment]
+        comm.close("its process ended", 0.0)

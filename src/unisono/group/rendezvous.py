@@ -1,0 +1,144 @@
+"""How ranks find each other: through any torch ``Store``, in a few keys per group.
+
+``uses/<rank>`` counts how often a rank has joined by this name, so that a name can be used again; all else is below
+that number. ``plan`` is written by whoever comes first: what all must agree on, and the nonce. ``at/<rank>`` has the
+plan of each rank and where its door is. ``dispute`` is there once a rank's plan differs from the first one. So ranks
+that can never meet learn it at once, and who wanted what.
+
+All waiting is polling with ``check``, which every store answers at once: ``wait`` blocks in C++, where Ctrl-C does not
+reach it, and each store has another exception for its end.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from torch._C._distributed_c10d import Store
+
+from .. import _core
+from ..base.errors import CollectiveTimeoutError, MismatchError, SystemCallError
+from ..version import __version__
+
+VERSION = f"{__version__}, memory layout {_core.LAYOUT}"
+
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0005, 0.05
+_MOST_SHOWN = 16  # of a list of ranks
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank thinks the group is; all but the last three must be equal."""
+
+    version: str
+    size: int
+    members: list[int]
+    rank: int  # of this rank, one of `members`
+    door: str
+    nonce: str
+
+    @classmethod
+    def read(cls, value: bytes) -> Plan:
+        try:
+            return cls(**json.loads(value))
+        except (TypeError, ValueError):
+            raise SystemCallError(
+                f"the store holds {value[:80]!r} where a rank's plan should be: another version of unisono?"
+            ) from None
+
+    def written(self) -> str:
+        return json.dumps(asdict(self))
+
+    def differs(self, other: Plan) -> str:
+        """What the two disagree on, in words; empty if they can meet."""
+        if self.version != other.version:
+            return "the version of unisono"
+        if self.size != other.size:
+            return "the size"
+        return "" if self.members == other.members else "the ranks"
+
+    def line(self, with_version: bool) -> str:
+        shown = ", ".join(map(str, self.members[:_MOST_SHOWN])) + (", ..." if self.size > _MOST_SHOWN else "")
+        return (f"{self.version}   " if with_version else "") + f"{self.size} ranks   [{shown}]"
+
+
+def meet(
+    store: Store, rank: int, size: int, members: Sequence[int] | None, name: str, timeout_s: float, deadline_s: float
+) -> _core.Communicator:
+    """Joins the group ``name``; every rank calls this with the same store, size, members and name.
+
+    ``members`` are the numbers the ranks have elsewhere, 0 … size-1 if None; errors call the ranks by them. Joining
+    ends at ``deadline_s``, of time.monotonic(); ``timeout_s`` is the limit of later calls.
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"rank must be from 0 to {size - 1}, got {rank}")
+    numbers = list(range(size)) if members is None else [int(r) for r in members]
+    if len(numbers) != size or len(set(numbers)) != size or min(numbers) < 0:
+        raise ValueError(f"argument 'ranks' must be {size} different ranks, got {numbers}")
+    me = numbers[rank]
+    use = store.add(f"unisono/{name}/uses/{me}", 1)
+    prefix = f"unisono/{name}/{use}"
+    door = _core.Door()
+    mine = Plan(VERSION, size, numbers, me, door.name, secrets.token_hex(16))
+    first = Plan.read(store.compare_set(f"{prefix}/plan", "", mine.written()))
+    store.set(f"{prefix}/at/{me}", mine.written())
+    disputed = bool(mine.differs(first))
+    if disputed:
+        store.set(f"{prefix}/dispute", mine.written())
+    keys = [f"{prefix}/at/{r}" for r in numbers]
+    nap_s = _SHORTEST_NAP_S
+    while not disputed and not store.check(keys):
+        if time.monotonic() > deadline_s:
+            raise _late(store, name, use, mine, rank, timeout_s, [not store.check([key]) for key in keys])
+        time.sleep(nap_s)
+        nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        disputed = store.check([f"{prefix}/dispute"])
+    plans = [] if disputed else [Plan.read(value) for value in store.multi_get(keys)]
+    if disputed or any(mine.differs(plan) for plan in plans):
+        raise _mismatch(store, prefix, name, rank, mine, first)
+    nonce = bytes.fromhex(first.nonce)
+    identity = int.from_bytes(nonce[:8], "little") | 1
+    left_s = max(0.0, deadline_s - time.monotonic())
+    return door.join(rank, size, name, nonce, identity, timeout_s, [plan.door for plan in plans], left_s)
+
+
+def _late(
+    store: Store, name: str, use: int, mine: Plan, rank: int, timeout_s: float, missing: list[bool]
+) -> CollectiveTimeoutError:
+    late = [r for r, is_missing in zip(mine.members, missing, strict=True) if is_missing]
+    who = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
+    text = f'group "{name}": {who} did not come within {timeout_s:g} s'
+    for r in late:
+        other = store.add(f"unisono/{name}/uses/{r}", 0)
+        if other or use > 1:  # it may have come, but not in the same turn
+            text += f"\n  rank {mine.rank} has joined by this name {use} times, rank {r} {other} times"
+    error = CollectiveTimeoutError(text)
+    error.op, error.group, error.rank = "join", name, rank
+    error.peers = tuple(mine.members.index(r) for r in late)
+    return error
+
+
+def _mismatch(store: Store, prefix: str, name: str, rank: int, mine: Plan, first: Plan) -> MismatchError:
+    """Every rank's plan that is known by now, and which of them differ."""
+    plans = {first.rank: first}
+    if store.check([f"{prefix}/dispute"]):
+        other = Plan.read(store.get(f"{prefix}/dispute"))
+        plans[other.rank] = other
+    for r in {r for plan in (mine, *plans.values()) for r in plan.members}:
+        if store.check([f"{prefix}/at/{r}"]):
+            plans[r] = Plan.read(store.get(f"{prefix}/at/{r}"))
+    plans[mine.rank] = mine
+    peers = tuple(r for r, plan in sorted(plans.items()) if mine.differs(plan))
+    what = next(filter(None, (a.differs(b) for a in plans.values() for b in plans.values())), "the ranks")
+    lines = {r: plan.line("version" in what) for r, plan in sorted(plans.items())}
+    usual, _ = Counter(lines.values()).most_common(1)[0]
+    text = f'joining group "{name}": ranks disagree on {what}'
+    for r, line in lines.items():
+        text += f"\n  rank {r}   {line}" + ("" if line == usual else "   <- differs")
+    error = MismatchError(text)
+    error.op, error.group, error.rank, error.peers = "join", name, rank, peers
+    return error

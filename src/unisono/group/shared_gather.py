@@ -1,0 +1,72 @@
+"""The all-gather that moves nothing: one buffer, mapped by every rank, into which all write."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+
+import torch
+
+from ..base.tensors import empty
+from .group import Group
+
+
+class SharedGather:
+    """An all-gather of zero bytes. Write to ``input``, call :meth:`gather`, read what all have written.
+
+    ``counts`` are rows per rank, ``tail`` the shape of a row::
+
+        counts [1, 2]      rank 0 writes [1]         gather() -> [1, 10, 20], the same memory on both ranks
+                           rank 1 writes [10, 20]
+
+    Outputs alias: they are the memory the ranks wrote to, so what one rank changes all see. There are two buffers,
+    taken in turns: what ``gather`` returned stays as it is until some rank writes to its input after the next
+    ``gather``, and ``input`` is another tensor after each call. Making, calling and closing it are collective. The
+    memory is rank 0's; it is given back by :meth:`close`, or stays until rank 0's process ends.
+    """
+
+    def __init__(self, group: Group, counts: Sequence[int], *tail: int, dtype: torch.dtype | None = None) -> None:
+        if len(counts) != group.size or any(n < 0 for n in counts):
+            raise ValueError(f"argument 'counts' must be {group.size} numbers from 0 up, got {list(counts)}")
+        self._group = group
+        self.counts = [int(n) for n in counts]
+        shape = [sum(self.counts), *tail]
+        kind = dtype or torch.get_default_dtype()
+        # At least a page each: smaller tensors share pages, and a failure elsewhere may make a page private.
+        room = max(math.prod(shape), -(-mmap.PAGESIZE // kind.itemsize))
+        held = [empty(room, dtype=kind) for _ in range(2)] if group.rank == 0 else []
+        self._held = [t[: math.prod(shape)].view(shape) for t in held]
+        places = torch.zeros(2, dtype=torch.int64)
+        if group.rank == 0:
+            places = torch.tensor([group._comm.offset_of(t) if t.numel() else 0 for t in self._held], dtype=torch.int64)
+        group.broadcast(places, 0)
+        size_bytes = kind.itemsize
+        for n in shape:
+            size_bytes *= n
+        if group.rank == 0:
+            self._outputs = self._held
+        else:
+            self._outputs = [
+                group._comm.peer_bytes(0, int(at), size_bytes).view(kind).reshape(shape) for at in places.tolist()
+            ]
+        self._begin = sum(self.counts[: group.rank])
+        self._turn = 0
+
+    @property
+    def input(self) -> torch.Tensor:
+        """This rank's slot of the buffer whose turn it is."""
+        return self._outputs[self._turn][self._begin : self._begin + self.counts[self._group.rank]]
+
+    def gather(self, *, timeout_s: float | None = None) -> torch.Tensor:
+        """Waits until every rank has called it, then returns the whole; no byte is moved."""
+        self._group.barrier(timeout_s=timeout_s)
+        output = self._outputs[self._turn]
+        self._turn = 1 - self._turn
+        return output
+
+    def close(self) -> None:
+        """Gives the memory back; call it on all ranks, when none uses the tensors any more."""
+        if self._outputs:
+            self._group.barrier()
+        self._outputs, self._held = [], []

@@ -1,0 +1,185 @@
+"""Run a function on several ranks, each a process of its own, and get the results back.
+
+    >>> def double(group, x):
+    ...     t = torch.full((4,), x)
+    ...     group.all_reduce(t)
+    ...     return t.tolist()
+    >>> run_ranks(2, double, 21.0)
+    [[42.0, 42.0, 42.0, 42.0], [42.0, 42.0, 42.0, 42.0]]
+
+Nothing here waits for ever: a run that is not over by its deadline is ended, and the error shows where each
+rank stood. No process, file or folder outlives a run, but for the nursery: one idle process, forked from so
+that ranks need not import torch again, which ends with this process or by `stop_nursery()`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, overload
+
+from unisono.testing.processes import Nursery, RankFailure, Ranks
+
+__all__ = ["RankFailure", "RankPool", "RanksFailed", "run_ranks", "stop_nursery"]
+
+T = TypeVar("T")
+
+
+class RanksFailed(Exception):
+    """At least one rank failed: `failures` has a `RankFailure` for each, `results` what others returned."""
+
+    def __init__(self, size: int, failures: dict[int, RankFailure], results: dict[int, Any]) -> None:
+        self.failures = failures
+        self.results = results
+        lines = [f"{len(failures)} of {size} ranks failed"]
+        lines += [str(failures[rank]) for rank in sorted(failures)]
+        super().__init__("\n\n".join(lines))
+
+
+@overload
+def run_ranks(
+    n: int,
+    fn: Callable[..., T],
+    *args: Any,
+    timeout_s: float = ...,
+    grace_s: float = ...,
+    group_timeout_s: float | None = ...,
+    num_threads: int = ...,
+    env: Mapping[str, str] | None = ...,
+    check: Literal[True] = ...,
+) -> list[T]: ...
+@overload
+def run_ranks(
+    n: int,
+    fn: Callable[..., T],
+    *args: Any,
+    timeout_s: float = ...,
+    grace_s: float = ...,
+    group_timeout_s: float | None = ...,
+    num_threads: int = ...,
+    env: Mapping[str, str] | None = ...,
+    check: bool,
+) -> list[T | RankFailure]: ...
+def run_ranks(
+    n: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    grace_s: float = 10.0,
+    group_timeout_s: float | None = None,
+    num_threads: int = 1,
+    env: Mapping[str, str] | None = None,
+    check: bool = True,
+) -> list[Any]:
+    """Call `fn(group, *args)` on `n` new ranks and return what each of them returned, by rank.
+
+        >>> run_ranks(2, gather_rows)      # def gather_rows(group): ...; return out.tolist()
+        [[0, 0, 1, 1, 1], [0, 0, 1, 1, 1]]
+
+    `fn`, `args` and the results travel by pickle, so `fn` is a function at the top level of a module. A rank
+    starts with this process's environment (and `env` on top), folder, import path, stdout and stderr, with an
+    empty stdin, and `num_threads` threads in torch.
+
+    If ranks fail, `RanksFailed` shows every rank's traceback, exit code or signal; with `check=False` a
+    `RankFailure` stands in that rank's place in the list instead. After the first failure the others have
+    `grace_s` to end by themselves. The whole run ends after `timeout_s`; the group's own deadline is
+    `group_timeout_s`, three quarters of that unless told.
+    """
+    call = _pickle_call(fn, args)
+    ranks = Ranks(n, 0.75 * timeout_s if group_timeout_s is None else group_timeout_s, num_threads, env)
+    try:
+        results = ranks.call(call, timeout_s, grace_s, last=True, own_group=False)
+    finally:
+        ranks.close()
+    for rank, result in enumerate(results):
+        if not isinstance(result, RankFailure) and ranks.exit_codes[rank] != 0:
+            results[rank] = ranks.describe_end(rank, "after it answered")
+    return _check_results(results) if check else results
+
+
+class RankPool:
+    """`n` ranks that stay, for many short calls: a run costs a message each way instead of a start.
+
+        >>> with RankPool(2) as pool:
+        ...     pool.run(double, 1.0)
+        ...     pool.run(double, 2.0)
+
+    The ranks start at the first run and share one group. After a run in which any rank failed, or
+    when one died in between, all of them are ended, and the next run starts new ones.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        *,
+        group_timeout_s: float = 60.0,
+        num_threads: int = 1,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.size = n
+        self._group_timeout_s = group_timeout_s
+        self._num_threads = num_threads
+        self._env = env
+        self._ranks: Ranks | None = None
+
+    def run(
+        self,
+        fn: Callable[..., T],
+        *args: Any,
+        timeout_s: float = 60.0,
+        grace_s: float = 10.0,
+        own_group: bool = False,
+    ) -> list[T]:
+        """Call `fn(group, *args)` on every rank; as `run_ranks`, on the pool's group.
+
+        With `own_group=True` the call gets a group of its own, closed after it: for calls that leave their
+        group unusable.
+        """
+        call = _pickle_call(fn, args)
+        if self._ranks is not None and self._ranks.any_ended():
+            self.close()
+        if self._ranks is None:
+            self._ranks = Ranks(self.size, self._group_timeout_s, self._num_threads, self._env)
+        usable = False
+        try:
+            results = self._ranks.call(call, timeout_s, grace_s, last=False, own_group=own_group)
+            usable = not any(isinstance(result, RankFailure) for result in results)
+        finally:
+            if not usable:
+                self.close()
+        return _check_results(results)
+
+    def close(self) -> None:
+        """End the ranks; the next run would start new ones."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def stop_nursery() -> None:
+    """End the process that ranks are forked from, and ranks that still run; the next run starts a new one."""
+    Nursery.stop()
+
+
+def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps((fn, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"fn and its arguments go to the ranks by pickle, which failed: {error}\n"
+            "  Define fn at the top level of a module, not as a lambda or inside a function, and pass "
+            "what it needs as arguments."
+        ) from error
+
+
+def _check_results(results: list[Any]) -> list[Any]:
+    failures = {rank: result for rank, result in enumerate(results) if isinstance(result, RankFailure)}
+    if failures:
+        raise RanksFailed(len(results), failures, {rank: r for rank, r in enumerate(results) if rank not in failures})
+    return results

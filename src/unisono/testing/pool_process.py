@@ -1,0 +1,152 @@
+"""The process that `unisono.testing` forks its ranks from, with torch already imported.
+
+It runs this file by its path, so nothing of unisono is imported here: a rank imports unisono itself, under
+the environment its caller has at that moment. One thread, one loop:
+
+* the control socket brings `start` (with the rank's channel, stdout and stderr as file descriptors) and
+  `signal` messages; its end of file means the caller is gone, and then all ranks are killed and the folders
+  the caller could not remove are removed;
+* a rank that ends is reaped, and how it ended goes out on that rank's own channel, after all it sent itself.
+
+Ranks die with this process (PR_SET_PDEATHSIG), whatever becomes of it.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+from typing import Any, NoReturn
+
+PR_SET_PDEATHSIG = 1
+STACK_SIGNAL = signal.SIGUSR2  # makes a rank write its stacks
+MAX_MESSAGE_BYTES = 65536
+
+
+def receive_with_fds(control: socket.socket) -> tuple[bytes, list[int]]:
+    """Receive one message and up to three file descriptors, which are not inherited by other programs."""
+    fds = array.array("i")
+    space = socket.CMSG_SPACE(3 * fds.itemsize)
+    data, ancillary, _, _ = control.recvmsg(MAX_MESSAGE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    return data, list(fds)
+
+
+def become_rank(start: dict[str, Any], channel: socket.socket, out_fd: int, err_fd: int) -> None:
+    """Take over the caller's environment, folder, import path and output, then serve calls."""
+    null_fd = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null_fd, 0), (out_fd, 1), (err_fd, 2)):
+        os.dup2(source, target)
+        os.close(source)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    with open(start["setting"], encoding="utf-8") as file:
+        setting = json.load(file)
+    # Open until the end: a crash, or the caller when it has waited too long, makes the rank write its stacks.
+    stacks = open(os.path.join(setting["files"], f"stacks-{start['rank']}"), "w")  # noqa: SIM115
+    faulthandler.enable(stacks)
+    faulthandler.register(STACK_SIGNAL, stacks)
+    os.environ.clear()
+    os.environ.update(setting["env"])
+    with contextlib.suppress(OSError):  # the caller's folder may be gone
+        os.chdir(setting["folder"])
+    sys.path[:] = setting["path"]
+    sys.argv[:] = setting["argv"]
+
+    from unisono.testing.rank_side import serve_calls
+
+    serve_calls(channel, start["rank"], setting)
+
+
+def run_nursery(control: socket.socket) -> NoReturn:
+    """Fork, signal and reap ranks until the caller is gone, then kill those that are left and exit."""
+    libc = ctypes.CDLL(None)
+    caller, nursery = os.getppid(), os.getpid()
+    channels: dict[int, socket.socket] = {}
+    folders: set[str] = set()
+    wake_read, wake_write = socket.socketpair()
+    wake_write.setblocking(False)
+    signal.set_wakeup_fd(wake_write.fileno())
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller and its ranks
+    signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # until a rank can answer it
+
+    def tell(channel: socket.socket, **message: Any) -> None:
+        with contextlib.suppress(OSError):  # the caller may not listen to this rank any more
+            channel.send(json.dumps(message).encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+    def start_rank(start: dict[str, Any], channel: socket.socket, out_fd: int, err_fd: int) -> None:
+        pid = os.fork()
+        if pid:
+            os.close(out_fd)
+            os.close(err_fd)
+            channels[pid] = channel
+            tell(channel, pid=pid)
+            return
+        try:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != nursery:
+                os._exit(1)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for other in (control, wake_read, wake_write, *channels.values()):
+                other.close()
+            become_rank(start, channel, out_fd, err_fd)
+            os._exit(0)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            sys.stderr.flush()
+            os._exit(1)
+
+    def reap_ranks() -> None:
+        while channels:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            channel = channels.pop(pid)
+            tell(channel, exit_code=os.waitstatus_to_exitcode(status))
+            channel.close()
+
+    while os.getppid() == caller:
+        # The timeout is for a caller that died while a child of its own still holds the control socket.
+        readable, _, _ = select.select([control, wake_read], [], [], 1.0)
+        if wake_read in readable:
+            wake_read.recv(4096)
+        reap_ranks()
+        if control in readable:
+            data, fds = receive_with_fds(control)
+            if not data:
+                break
+            message = json.loads(data)
+            if "rank" in message:
+                folders.add(os.path.dirname(message["setting"]))
+                start_rank(message, socket.socket(fileno=fds[0]), fds[1], fds[2])
+            elif message["pid"] in channels:  # not reaped yet, so the number still means this rank
+                os.kill(message["pid"], message["signal"])
+    for pid in channels:
+        os.kill(pid, signal.SIGKILL)
+    for pid in channels:
+        os.waitpid(pid, 0)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.path[:] = json.loads(sys.argv[2])
+    importlib.import_module("torch.distributed")  # what makes the nursery worth having
+    control = socket.socket(fileno=int(sys.argv[1]))
+    with contextlib.suppress(BrokenPipeError):  # the caller is gone already
+        control.send(b"ready")
+    run_nursery(control)

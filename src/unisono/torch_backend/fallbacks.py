@@ -1,0 +1,93 @@
+"""Functional collectives that torch 2.13's C++ sends past a process group written in Python, as kernels of our own.
+
+``_c10d_functional::all_gather_into_tensor_out`` and ``reduce_scatter_tensor_out``, which inductor makes of collectives
+into a given buffer, ask the group for its C++ backend, and ``batch_p2p_ops`` for its batches. The kernels here ask the
+group itself. They are registered for CPU tensors, which stands before torch's kernel for any device, so they hand the
+groups of other backends on to that one. Importing the module registers them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import ProcessGroup, ReduceOp, Work
+
+from ..base.uncompiled import keep_uncompiled
+from ..group import names as groups
+from .work import Work as UnisonoWork
+
+_library: Any = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
+
+_REDUCE_OPS = {
+    name: getattr(ReduceOp, name.upper()) for name in ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+}
+
+
+def _group(name: Any) -> Any:
+    """The process group that an operator was given, by name or, since torch 2.12, as an object."""
+    if isinstance(name, str):
+        return c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return name if isinstance(name, ProcessGroup) else ProcessGroup.unbox(name)
+
+
+def _remember(tensor: Tensor, work: Work) -> None:
+    """Lets ``wait_tensor(tensor)`` wait for the work; C++ keeps a future alive, but not a Work written in Python."""
+    if isinstance(work, UnisonoWork):
+        work = c10d._create_work_from_future(work.get_future())  # type: ignore[attr-defined]
+    c10d._register_work(tensor, work)
+
+
+def _all_gather_into_tensor_out(input: Tensor, group_size: int, group_name: Any, *, out: Tensor) -> Tensor:
+    _remember(out, _group(group_name).all_gather_single(out, input, c10d.AllgatherOptions()))
+    return out
+
+
+def _reduce_scatter_tensor_out(
+    input: Tensor, reduce_op: str, group_size: int, group_name: Any, *, out: Tensor
+) -> Tensor:
+    options = c10d.ReduceScatterOptions()
+    options.reduceOp = _REDUCE_OPS[reduce_op.lower()]
+    _remember(out, _group(group_name).reduce_scatter_single(out, input, options))
+    return out
+
+
+def _batch_p2p_ops(
+    op_list: list[str], peer_list: list[int], tag_list: list[int], tensors: list[Tensor], group_name: Any
+) -> list[Tensor]:
+    group, results = _group(group_name), []
+    for op, peer, tag, tensor in zip(op_list, peer_list, tag_list, tensors, strict=True):
+        if op == "isend":
+            result, work = tensor.new_empty(0), group.send([tensor], peer, tag)
+        else:
+            result, work = tensor, group.recv([tensor], peer, tag)
+        _remember(result, work)
+        results.append(result)
+    return results
+
+
+def _for_our_groups(name: str, ours: Callable[..., Any]) -> None:
+    """Registers a kernel that takes the calls on groups of ours, and leaves all others to torch's kernel."""
+    torchs = torch.library.get_kernel(f"_c10d_functional::{name}", "CPU")
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        group = args[-1]  # the last argument of all three operators, but for `out`
+        if groups.face(_group(group)) is None:
+            return torchs.call_boxed(keys, *args, **kwargs)
+        return ours(*args, **kwargs)
+
+    keep_uncompiled(kernel, ours)
+    _library.impl(name, kernel, "CPU", with_keyset=True)
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "all_gather_into_tensor_out": _all_gather_into_tensor_out,
+    "reduce_scatter_tensor_out": _reduce_scatter_tensor_out,
+    "batch_p2p_ops": _batch_p2p_ops,
+}
+for _name, _kernel in _KERNELS.items():
+    if hasattr(torch.ops._c10d_functional, _name):
+        _for_our_groups(_name, _kernel)

@@ -1,0 +1,69 @@
+"""What torch.distributed offers only to backends it knows by name, for groups on unisono: splitting, monitored barrier.
+
+``dist.split_group`` wants an accelerator and ``dist.monitored_barrier`` the name "gloo"; both check before they ask the
+group, which can do both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import cast
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from ..group import names as groups
+from ..group.names import GroupLike
+from .adapter import Face
+
+
+def split_group(
+    parent_pg: ProcessGroup | None = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: timedelta | None = None,
+    group_desc: str | None = None,
+) -> ProcessGroup | None:
+    """Cuts a group into groups, as ``dist.split_group`` does for NCCL; no store and no new connections are needed.
+
+    All ranks of ``parent_pg`` call it with the same ``split_ranks``, lists of ranks of the parent; each gets the group
+    of its list, or None if it is in none. The result is known to torch.distributed, and
+    ``dist.destroy_process_group`` ends it::
+
+        unisono.split_group(None, [[0, 2], [1, 3]])   ->  two groups of two
+    """
+    parent = _unisono_group(parent_pg, "split_group")
+    parent_group = cast(ProcessGroup, groups.resolve(parent_pg))
+    if not split_ranks:
+        raise ValueError("split_ranks cannot be None or empty")
+    listed = [rank for ranks in split_ranks for rank in ranks]
+    if len(set(listed)) != len(listed) or not all(0 <= rank < parent.size() for rank in listed):
+        raise ValueError(
+            f"split_ranks must be lists of different ranks from 0 to {parent.size() - 1}, got {list(split_ranks)}"
+        )
+    mine: Sequence[int] = next((sorted(ranks) for ranks in split_ranks if parent.rank() in ranks), [])
+    child: ProcessGroup | None = parent.split_group(mine, timeout=timeout, group_desc=group_desc)
+    if child is None:
+        return None
+    distributed_c10d._register_pg_in_world(
+        child,
+        backend_name="unisono",
+        store=child.get_group_store(),
+        group_name=child.group_name,
+        backend_config="cpu:unisono",
+        rank_mapping={dist.get_global_rank(parent_group, rank): i for i, rank in enumerate(mine)},
+    )
+    return child
+
+
+def monitored_barrier(group: GroupLike = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    """A barrier in which rank 0 names the ranks that did not come in time, as ``dist.monitored_barrier`` for gloo."""
+    _unisono_group(group, "monitored_barrier").monitored_barrier(timeout, wait_all_ranks)
+
+
+def _unisono_group(group: GroupLike, function: str) -> Face:
+    found = groups.resolve(group)
+    face = groups.face(found)
+    if face is None:
+        raise TypeError(f"{function} takes a process group of backend unisono, got {found!r}")
+    return face  # type: ignore[no-any-return]
