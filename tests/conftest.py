@@ -17,7 +17,7 @@ from torch.distributed import FileStore
 
 import unisono
 from tests import leaks
-from unisono.testing import RankPool, run_ranks, stop_nursery
+from unisono.testing import RankPool, run_ranks, stop_fork_server
 
 torch.set_num_threads(1)  # torch's own pool of threads would look like a leak
 
@@ -78,18 +78,18 @@ def rank_holdings(group: Any, collect: bool = False) -> leaks.Holdings:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nursery() -> Iterator[None]:
+def fork server() -> Iterator[None]:
     """Start the process that ranks are forked from, and this process's heap, before any test counts."""
     run_ranks(1, _nothing)
     unisono.zeros(1)
     with tempfile.TemporaryDirectory() as folder:
         unisono.Group.from_store(FileStore(f"{folder}/store", 1), 0, 1).close()
     yield
-    stop_nursery()
+    stop_fork_server()
 
 
 @pytest.fixture(scope="session")
-def pools(nursery: None) -> Iterator[Callable[[int], Pool]]:
+def pools(fork server: None) -> Iterator[Callable[[int], Pool]]:
     kept: dict[int, Pool] = {}
 
     def pool_of(size: int) -> Pool:

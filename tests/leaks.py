@@ -12,7 +12,7 @@ from pathlib import Path
 from unisono.group.group import _open_groups
 
 # Python's own servants live until the process ends, once something has asked for them.
-SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_nursery.py")
+SERVANTS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "fork_server.py")
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from tests.mutation import wrong
 from tests.mutation.wrong import argument_changed, around, instead, op_changed, output_wrong
-from unisono import ProcessGroupUnisono, monitor, refusals, sparse
+from unisono import ProcessGroupUnisono
 from unisono.torch_backend import adapter as torch_face
+from unisono.torch_backend import monitor, refusals, sparse
 from unisono.torch_backend.strided import Copies
 from unisono.torch_backend.work import FINISHED, Work
 

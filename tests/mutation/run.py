@@ -20,7 +20,7 @@ import tests.conftest
 from tests.conftest import Pool
 from tests.mutation.mutants import MUTANTS, Test
 from tests.torch_backend.conftest import Ranks
-from unisono.testing import RanksFailed, stop_nursery
+from unisono.testing import RanksFailed, stop_fork_server
 
 tests.conftest.RUN_LIMIT_S = 60.0  # a mutant that makes ranks wait for ever has been noticed
 
@@ -107,5 +107,5 @@ def _essence(text: str) -> str:
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     close_pools()
-    stop_nursery()
+    stop_fork_server()
     sys.exit(status)

@@ -8,8 +8,8 @@
     [[42.0, 42.0, 42.0, 42.0], [42.0, 42.0, 42.0, 42.0]]
 
 Nothing here waits for ever: a run that is not over by its deadline is ended, and the error shows where each
-rank stood. No process, file or folder outlives a run, but for the nursery: one idle process, forked from so
-that ranks need not import torch again, which ends with this process or by `stop_nursery()`.
+rank stood. No process, file or folder outlives a run, but for the fork server: one idle process, forked from so
+that ranks need not import torch again, which ends with this process or by `stop_fork_server()`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, overload
 
-from unisono.testing.processes import Nursery, RankFailure, Ranks
+from unisono.testing.processes import ForkServer, RankFailure, Ranks
 
-__all__ = ["RankFailure", "RankPool", "RanksFailed", "run_ranks", "stop_nursery"]
+__all__ = ["RankFailure", "RankPool", "RanksFailed", "run_ranks", "stop_fork_server"]
 
 T = TypeVar("T")
 
@@ -162,9 +162,9 @@ class RankPool:
         self.close()
 
 
-def stop_nursery() -> None:
+def stop_fork_server() -> None:
     """End the process that ranks are forked from, and ranks that still run; the next run starts a new one."""
-    Nursery.stop()
+    ForkServer.stop()
 
 
 def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

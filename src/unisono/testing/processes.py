@@ -1,7 +1,7 @@
 """The caller's side of `unisono.testing`: start ranks, send them calls, collect their answers.
 
 Calls and results are files in a folder of the run, so a rank that reads nothing can block nobody; the channel
-between a rank and its caller carries short notes only: `pid` and `exit_code` from the nursery (_nursery.py),
+between a rank and its caller carries short notes only: `pid` and `exit_code` from the fork server (fork_server.py),
 `done` from the rank itself (_rank_calls.py).
 """
 
@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.testing import rank_side as _rank_calls
-from unisono.testing.pool_process import STACK_SIGNAL
+from unisono.testing import rank_main as _rank_calls
+from unisono.testing.fork_server import STACK_SIGNAL
 
 _NURSERY_START_S = 300.0  # importing torch from a cold disk
 _KILL_S = 1.0  # between SIGTERM and SIGKILL
@@ -52,16 +52,16 @@ class RankFailure:
         return head if not self.traceback else f"{head}\n{self.traceback.rstrip()}"
 
 
-class Nursery:
-    """The caller's end of the nursery process: one per process, started when first needed."""
+class ForkServer:
+    """The caller's end of the fork server process: one per process, started when first needed."""
 
-    current: Nursery | None = None
+    current: ForkServer | None = None
     lock = threading.RLock()
 
     def __init__(self) -> None:
         self.owner_pid = os.getpid()
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        script = str(Path(__file__).with_name("_nursery.py"))
+        script = str(Path(__file__).with_name("fork_server.py"))
         with theirs:
             command = [sys.executable, script, str(theirs.fileno()), json.dumps(sys.path)]
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
@@ -76,11 +76,11 @@ class Nursery:
         self.control.settimeout(_KILL_S)
 
     @classmethod
-    def get(cls) -> Nursery:
+    def get(cls) -> ForkServer:
         with cls.lock:
-            nursery = cls.current
-            if nursery is not None and nursery.owner_pid == os.getpid() and nursery.process.poll() is None:
-                return nursery
+            fork server = cls.current
+            if fork server is not None and fork server.owner_pid == os.getpid() and fork server.process.poll() is None:
+                return fork server
             cls.stop()
             cls.current = cls()
             return cls.current
@@ -88,14 +88,14 @@ class Nursery:
     @classmethod
     def stop(cls) -> None:
         with cls.lock:
-            nursery, cls.current = cls.current, None
-            if nursery is None:
+            fork server, cls.current = cls.current, None
+            if fork server is None:
                 return
-            if nursery.owner_pid == os.getpid():
-                nursery.end()
+            if fork server.owner_pid == os.getpid():
+                fork server.end()
             else:  # this is a fork: the process belongs to its parent
-                nursery.control.close()
-                nursery.process.returncode = 0  # nothing for this process to wait for
+                fork server.control.close()
+                fork server.process.returncode = 0  # nothing for this process to wait for
 
     def end(self) -> None:
         self.control.close()
@@ -106,7 +106,7 @@ class Nursery:
             self.process.wait()
 
     def send(self, message: dict[str, Any], fds: list[int] | None = None) -> bool:
-        """False if the nursery is gone or does not listen."""
+        """False if the fork server is gone or does not listen."""
         try:
             with self.lock:
                 socket.send_fds(self.control, [json.dumps(message).encode()], fds or [])
@@ -115,7 +115,7 @@ class Nursery:
             return False
 
 
-atexit.register(Nursery.stop)
+atexit.register(ForkServer.stop)
 
 
 class Ranks:
@@ -133,7 +133,7 @@ class Ranks:
         self.pids: list[int | None] = [None] * n
         self.exit_codes: list[int | None] = [None] * n
         self.calls = 0
-        self.nursery = Nursery.get()
+        self.fork server = ForkServer.get()
         self.folder = Path(tempfile.mkdtemp(prefix="unisono-ranks-"))
         self.channels: list[socket.socket] = []
         setting = {
@@ -156,7 +156,7 @@ class Ranks:
                 self.channels.append(ours)
                 start = {"rank": rank, "setting": str(self.folder / "setting.json")}
                 with theirs:
-                    if not self.nursery.send(start, [theirs.fileno(), 1, 2]):
+                    if not self.fork server.send(start, [theirs.fileno(), 1, 2]):
                         raise RuntimeError("the process that ranks are forked from is gone")
         except BaseException:
             self.close()
@@ -247,7 +247,7 @@ class Ranks:
                 data = self.channels[rank].recv(4096)
             except OSError:
                 data = b""
-            # An end of file without a word about the end: the nursery died, and the rank with it.
+            # An end of file without a word about the end: the fork server died, and the rank with it.
             note: dict[str, Any] = json.loads(data) if data else {"exit_code": -signal.SIGKILL}
             self.pids[rank] = note.get("pid", self.pids[rank])
             self.exit_codes[rank] = note.get("exit_code")
@@ -286,7 +286,7 @@ class Ranks:
 
     def _signal(self, rank: int, number: int) -> None:
         if self.pids[rank] is not None and self.exit_codes[rank] is None:
-            self.nursery.send({"pid": self.pids[rank], "signal": number})
+            self.fork server.send({"pid": self.pids[rank], "signal": number})
 
     def _wait_for_ends(self, ranks: list[int], timeout_s: float) -> list[int]:
         """Those of `ranks` that have not ended within the time."""
@@ -303,8 +303,8 @@ class Ranks:
             for rank in ranks:
                 self._signal(rank, number)
             ranks = self._wait_for_ends(ranks, _KILL_S)
-        if ranks:  # the nursery itself does not answer; its ranks die with it
-            self.nursery.process.kill()
+        if ranks:  # the fork server itself does not answer; its ranks die with it
+            self.fork server.process.kill()
             self._wait_for_ends(ranks, _KILL_S)
 
 

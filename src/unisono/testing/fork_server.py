@@ -63,15 +63,15 @@ def become_rank(start: dict[str, Any], channel: socket.socket, out_fd: int, err_
     sys.path[:] = setting["path"]
     sys.argv[:] = setting["argv"]
 
-    from unisono.testing.rank_side import serve_calls
+    from unisono.testing.rank_main import serve_calls
 
     serve_calls(channel, start["rank"], setting)
 
 
-def run_nursery(control: socket.socket) -> NoReturn:
+def serve_forks(control: socket.socket) -> NoReturn:
     """Fork, signal and reap ranks until the caller is gone, then kill those that are left and exit."""
     libc = ctypes.CDLL(None)
-    caller, nursery = os.getppid(), os.getpid()
+    caller, fork server = os.getppid(), os.getpid()
     channels: dict[int, socket.socket] = {}
     folders: set[str] = set()
     wake_read, wake_write = socket.socketpair()
@@ -95,7 +95,7 @@ def run_nursery(control: socket.socket) -> NoReturn:
             return
         try:
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != nursery:
+            if os.getppid() != fork server:
                 os._exit(1)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -145,8 +145,8 @@ def run_nursery(control: socket.socket) -> NoReturn:
 
 if __name__ == "__main__":
     sys.path[:] = json.loads(sys.argv[2])
-    importlib.import_module("torch.distributed")  # what makes the nursery worth having
+    importlib.import_module("torch.distributed")  # what makes the fork server worth having
     control = socket.socket(fileno=int(sys.argv[1]))
     with contextlib.suppress(BrokenPipeError):  # the caller is gone already
         control.send(b"ready")
-    run_nursery(control)
+    serve_forks(control)
