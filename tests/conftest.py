@@ -78,7 +78,7 @@ def rank_holdings(group: Any, collect: bool = False) -> leaks.Holdings:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fork server() -> Iterator[None]:
+def fork_server() -> Iterator[None]:
     """Start the process that ranks are forked from, and this process's heap, before any test counts."""
     run_ranks(1, _nothing)
     unisono.zeros(1)
@@ -89,7 +89,7 @@ def fork server() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def pools(fork server: None) -> Iterator[Callable[[int], Pool]]:
+def pools(fork_server: None) -> Iterator[Callable[[int], Pool]]:
     kept: dict[int, Pool] = {}
 
     def pool_of(size: int) -> Pool:

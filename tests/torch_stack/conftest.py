@@ -40,7 +40,7 @@ def _compare(group: Any, program: Callable[..., Any], args: tuple[Any, ...], tol
 
 
 @pytest.fixture(scope="session")
-def stack_pool(fork server: None) -> Iterator[RankPool]:
+def stack_pool(fork_server: None) -> Iterator[RankPool]:
     with RankPool(RANKS) as pool:
         yield pool
 

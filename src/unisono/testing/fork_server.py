@@ -71,7 +71,7 @@ def become_rank(start: dict[str, Any], channel: socket.socket, out_fd: int, err_
 def serve_forks(control: socket.socket) -> NoReturn:
     """Fork, signal and reap ranks until the caller is gone, then kill those that are left and exit."""
     libc = ctypes.CDLL(None)
-    caller, fork server = os.getppid(), os.getpid()
+    caller, fork_server = os.getppid(), os.getpid()
     channels: dict[int, socket.socket] = {}
     folders: set[str] = set()
     wake_read, wake_write = socket.socketpair()
@@ -95,7 +95,7 @@ def serve_forks(control: socket.socket) -> NoReturn:
             return
         try:
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != fork server:
+            if os.getppid() != fork_server:
                 os._exit(1)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -78,9 +78,9 @@ class ForkServer:
     @classmethod
     def get(cls) -> ForkServer:
         with cls.lock:
-            fork server = cls.current
-            if fork server is not None and fork server.owner_pid == os.getpid() and fork server.process.poll() is None:
-                return fork server
+            fork_server = cls.current
+            if fork_server is not None and fork_server.owner_pid == os.getpid() and fork_server.process.poll() is None:
+                return fork_server
             cls.stop()
             cls.current = cls()
             return cls.current
@@ -88,14 +88,14 @@ class ForkServer:
     @classmethod
     def stop(cls) -> None:
         with cls.lock:
-            fork server, cls.current = cls.current, None
-            if fork server is None:
+            fork_server, cls.current = cls.current, None
+            if fork_server is None:
                 return
-            if fork server.owner_pid == os.getpid():
-                fork server.end()
+            if fork_server.owner_pid == os.getpid():
+                fork_server.end()
             else:  # this is a fork: the process belongs to its parent
-                fork server.control.close()
-                fork server.process.returncode = 0  # nothing for this process to wait for
+                fork_server.control.close()
+                fork_server.process.returncode = 0  # nothing for this process to wait for
 
     def end(self) -> None:
         self.control.close()
@@ -133,7 +133,7 @@ class Ranks:
         self.pids: list[int | None] = [None] * n
         self.exit_codes: list[int | None] = [None] * n
         self.calls = 0
-        self.fork server = ForkServer.get()
+        self.fork_server = ForkServer.get()
         self.folder = Path(tempfile.mkdtemp(prefix="unisono-ranks-"))
         self.channels: list[socket.socket] = []
         setting = {
@@ -156,7 +156,7 @@ class Ranks:
                 self.channels.append(ours)
                 start = {"rank": rank, "setting": str(self.folder / "setting.json")}
                 with theirs:
-                    if not self.fork server.send(start, [theirs.fileno(), 1, 2]):
+                    if not self.fork_server.send(start, [theirs.fileno(), 1, 2]):
                         raise RuntimeError("the process that ranks are forked from is gone")
         except BaseException:
             self.close()
@@ -286,7 +286,7 @@ class Ranks:
 
     def _signal(self, rank: int, number: int) -> None:
         if self.pids[rank] is not None and self.exit_codes[rank] is None:
-            self.fork server.send({"pid": self.pids[rank], "signal": number})
+            self.fork_server.send({"pid": self.pids[rank], "signal": number})
 
     def _wait_for_ends(self, ranks: list[int], timeout_s: float) -> list[int]:
         """Those of `ranks` that have not ended within the time."""
@@ -304,7 +304,7 @@ class Ranks:
                 self._signal(rank, number)
             ranks = self._wait_for_ends(ranks, _KILL_S)
         if ranks:  # the fork server itself does not answer; its ranks die with it
-            self.fork server.process.kill()
+            self.fork_server.process.kill()
             self._wait_for_ends(ranks, _KILL_S)
 
 
