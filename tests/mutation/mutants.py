@@ -19,7 +19,7 @@ from unisono import ProcessGroupUnisono
 from unisono.torch_backend import adapter as torch_face
 from unisono.torch_backend import monitor, refusals, sparse
 from unisono.torch_backend.strided import Copies
-from unisono.torch_backend.work import FINISHED, Work
+from unisono.base.work import FINISHED, Work
 
 Test = tuple[str, str, dict[str, Any]]  # module, function, parameters
 

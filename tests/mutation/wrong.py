@@ -15,7 +15,7 @@ from torch import Tensor
 
 import unisono
 from unisono import ProcessGroupUnisono
-from unisono.torch_backend.work import Work
+from unisono.base.work import Work
 
 Change = Callable[[], None]
 Spoil = Callable[[list[Tensor]], None]

@@ -15,7 +15,7 @@ from ..group.group import Group
 from ..torch_backend import registration as torch_backend
 from ..torch_backend.arguments import settled
 from ..torch_backend.registration import ProcessGroupUnisono
-from ..torch_backend.work import FINISHED, Work
+from ..base.work import FINISHED, Work
 from . import missing
 from .memory import as_cpu
 

@@ -1,4 +1,4 @@
-"""Handles of calls that are under way, on a unisono group or, with the same face, on another torch backend."""
+"""The handle of a call that is under way, whatever moves its data: one class over one kind of pending thing."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import asyncio
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import Any, Protocol
-
-import torch.distributed as dist
 
 from .errors import CollectiveTimeoutError
 
@@ -21,7 +18,7 @@ _CALLED: list[Callable[[], None]] = []  # stands where a list of callbacks was t
 
 
 class Pending(Protocol):
-    """What stands behind a handle: the core's ticket, or one of the two classes below."""
+    """What a handle asks: the core's ticket, works of another backend, or a call that a thread carries out."""
 
     def done(self) -> bool: ...
     def wait(self, timeout_s: float) -> bool: ...  # 0: as long as it takes; False: not done by then
@@ -76,6 +73,10 @@ class Handle:
         self.wait()
         return self._outputs
 
+    def of(self, outputs: Any) -> Handle:
+        """The handle of the same call, with its outputs in another form."""
+        return Handle(self._pending, self._op, outputs)
+
     def __await__(self) -> Generator[Any, None, Any]:
         if not self.is_completed():
             loop = asyncio.get_running_loop()
@@ -121,72 +122,6 @@ class Handle:
     def __repr__(self) -> str:
         state = "done" if self.is_completed() else "under way"
         return f"<unisono.Handle {self._op} {state}>"
-
-
-class PendingWork:
-    """A Work of another torch backend; ``finish`` runs once, when the call has gone well."""
-
-    def __init__(self, work: dist.Work, finish: Callable[[], None] | None = None) -> None:
-        self._work = work
-        self._finish = finish
-        self._error: Exception | None = None
-        self._over = False
-        self._turn = threading.Lock()
-
-    def done(self) -> bool:
-        """Says whether the call is over; some backends know only after a wait."""
-        return self._over or self._work.is_completed()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Waits; False if the call is not over after ``timeout_s``."""
-        end = time.monotonic() + timeout_s
-        # One thread at a time: gloo's receive would take a second wait for that of another message.
-        if not self._turn.acquire(timeout=timeout_s or -1):
-            return False
-        try:
-            if not self._over:
-                self._over = self._wait_for_work(max(end - time.monotonic(), 1e-3) if timeout_s else 0.0)
-            return self._over
-        finally:
-            self._turn.release()
-
-    def _wait_for_work(self, timeout_s: float) -> bool:
-        try:
-            if timeout_s:
-                self._work.wait(timedelta(seconds=timeout_s))  # torch counts milliseconds, and 0 is no limit
-            else:
-                self._work.wait()
-        except Exception as error:
-            if timeout_s and not self._work.is_completed():
-                return False
-            self._error = error
-            return True
-        try:
-            if self._finish is not None:
-                self._finish()
-        except Exception as error:
-            self._error = error
-        return True
-
-    def error(self) -> Exception | None:
-        """What went wrong, None if nothing did or the call still runs."""
-        if not self._over and self._work.is_completed():
-            self.wait(0.0)
-        return self._error
-
-    def on_done(self, callback: Callable[[], None], /) -> None:
-        """Calls back from a thread that waits: not every backend has a future for every call."""
-
-        def watch() -> None:
-            self.wait(0.0)
-            callback()
-
-        threading.Thread(target=watch, name="unisono-work", daemon=True).start()
-
-    @property
-    def source(self) -> int:
-        """For a receive that is over: the rank the message came from."""
-        return int(self._work._source_rank())
 
 
 class Finished:

@@ -5,38 +5,33 @@ The first line of an error is torch_npu's text where it has one; the second says
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import index
 from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from ..group.group import Group
-from ..group.names import native
+from ..group.names import GroupLike, devices_of, resolve
 
 #: What a splits argument may be: a list, a tuple, torch.Size, a 1-D integer tensor, a numpy array of integers, or None.
 SplitsLike: TypeAlias = Sequence[int] | Tensor | Any | None
 
-_take_cpu: weakref.WeakSet[Any] = weakref.WeakSet()  # groups of other backends that are known to
+
+def check_tensors(output: Any, input: Any) -> None:
+    """Raises unless both are tensors."""
+    for name, tensor in (("output", output), ("input", input)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"'{name}' must be a tensor\n{_expected_got('torch.Tensor', type(tensor).__name__)}")
 
 
 def check_whole_and_part(
-    group: ProcessGroup | Group, ours: Group | None, whole: Tensor, part: Tensor, splits: SplitsLike, gather: bool
+    group: GroupLike, rank: int, size: int, whole: Tensor, part: Tensor, splits: SplitsLike, gather: bool
 ) -> tuple[int, ...]:
-    """The elements of each rank's chunk of ``whole``, if everything fits.
-
-    ``ours`` is ``native(group)``; ``gather`` says that the whole is the output, for messages.
-    """
-    try:
-        plain = whole.is_contiguous() and part.is_contiguous() and whole.is_cpu and part.is_cpu
-        plain = plain and (ours is not None or (group in _take_cpu and not (_is_odd(whole) or _is_odd(part))))
-    except (AttributeError, RuntimeError):
-        plain = False
-    if not plain:
+    """The elements of each rank's chunk of ``whole``, if everything fits; ``gather``: the whole is the output."""
+    if not (_is_usual(whole) and _is_usual(part)):
         _check_memory(group, whole, part, gather)
     if whole.dtype is not part.dtype:
         raise RuntimeError(
@@ -48,7 +43,6 @@ def check_whole_and_part(
     if not shape or (part_elements == 1 and not part.dim()):
         name = "output" if gather is not bool(shape) else "input"
         raise ValueError(f"'{name}' must have at least one dimension\n{_expected_got('1 or more dimensions', 'none')}")
-    rank, size = (ours.rank, ours.size) if ours is not None else place_in(group)
     counts = cut(() if splits is None else splits_of(splits), shape[0], whole.numel(), size)
     if part_elements != counts[rank]:
         name = "input" if gather else "output"
@@ -56,8 +50,7 @@ def check_whole_and_part(
             f"'{name}' must have as many elements as this rank's rows\n"
             + _expected_got(f"{counts[rank]} elements on rank {rank}", f"{part_elements} of shape {list(part.shape)}")
         )
-    if ours is None:  # the core looks for itself
-        _check_overlap(whole, part, sum(counts[:rank]), gather)
+    _check_overlap(whole, part, sum(counts[:rank]), gather)
     return counts
 
 
@@ -84,32 +77,45 @@ def refuse_splits_of(op: Any) -> NoReturn:
     )
 
 
-@lru_cache(maxsize=4096)
-def cut(splits: tuple[int, ...], dim0: int, elements: int, size: int) -> tuple[int, ...]:
-    """The elements of each rank's chunk of a tensor with ``dim0`` rows."""
+@dataclass(frozen=True)
+class Words:
+    """How an error about splits begins: torch's words, unless a function has those of another library."""
+
+    uneven: str = "Tensor's dim 0 does not divide equally across group size"
+    length: str = "Number of tensor splits not equal to group size"
+    total: str = "Split sizes doesn't match total dim 0 size"
+    kind: type[Exception] = RuntimeError
+
+
+TORCH = Words()
+
+
+def check(splits: Sequence[int], rows: int, size: int, words: Words = TORCH) -> None:
+    """Raises unless the rows can be dealt out so: one number per rank that add up to ``rows``; none: equally."""
     if not splits:
-        if dim0 % size:
-            raise RuntimeError(
-                "Tensor's dim 0 does not divide equally across group size\n"
-                + _expected_got(f"a multiple of {size} rows", dim0)
-            )
-        return (elements // size,) * size
+        if rows % size:
+            raise words.kind(f"{words.uneven}\n{_expected_got(f'a multiple of {size} rows', rows)}")
+        return
     if len(splits) != size:
-        raise RuntimeError(
-            f"Number of tensor splits not equal to group size\n{_expected_got(f'{size} splits', len(splits))}"
-        )
-    if sum(splits) != dim0:
-        raise RuntimeError(
-            "Split sizes doesn't match total dim 0 size\n"
-            + _expected_got(f"splits that add up to {dim0}", f"{list(splits)}, which add up to {sum(splits)}")
-        )
+        raise words.kind(f"{words.length}\n{_expected_got(f'{size} splits', len(splits))}")
+    if sum(splits) != rows:
+        got = f"{list(splits)}, which add up to {sum(splits)}"
+        raise words.kind(f"{words.total}\n{_expected_got(f'splits that add up to {rows}', got)}")
     if min(splits) < 0:
         raise ValueError(f"split sizes must not be negative\n{_expected_got('0 or more rows each', list(splits))}")
+
+
+@lru_cache(maxsize=4096)
+def cut(splits: tuple[int, ...], dim0: int, elements: int, size: int) -> tuple[int, ...]:
+    """The elements of each rank's chunk of a tensor with ``dim0`` rows, checked."""
+    check(splits, dim0, size)
+    if not splits:
+        return (elements // size,) * size
     row = elements // dim0 if dim0 else 0
     return tuple([n * row for n in splits])
 
 
-def rows_of(matrix: Any, size: int) -> list[tuple[int, ...]]:
+def matrix_rows(matrix: Any, size: int) -> list[tuple[int, ...]]:
     """A matrix of counts as one row per rank, from nested or flat lists, a tensor or an array."""
     to_list = getattr(matrix, "tolist", None)
     listed = list(matrix) if to_list is None else to_list()
@@ -138,20 +144,17 @@ def _is_number(entry: Any) -> bool:
 
 
 def check_exchange(
-    group: ProcessGroup | Group, output: Tensor, input: Tensor, matrix: Any
-) -> tuple[list[tuple[int, ...]], int]:
-    """The rows of a matrix of counts and this rank, if everything fits."""
-    rank, size = place_in(group)
+    group: GroupLike, rank: int, size: int, output: Tensor, input: Tensor, matrix: Any
+) -> tuple[list[int], tuple[int, ...]]:
+    """What this rank receives from each rank and sends to each, by a matrix of counts, if everything fits."""
     _check_memory(group, input, output, gather=False)
     if output.dtype is not input.dtype:
         raise RuntimeError(
             f"output tensor must have the same type as input tensor\n{_expected_got(input.dtype, output.dtype)}"
         )
-    rows = rows_of(matrix, size)
-    for name, tensor, wanted, what in (
-        ("input", input, sum(rows[rank]), "row"),
-        ("output", output, sum(row[rank] for row in rows), "column"),
-    ):
+    rows = matrix_rows(matrix, size)
+    sent, received = rows[rank], [row[rank] for row in rows]
+    for name, tensor, wanted, what in (("input", input, sum(sent), "row"), ("output", output, sum(received), "column")):
         if tensor.numel() != wanted:
             raise RuntimeError(
                 "Split sizes doesn't match total dim 0 size\n"
@@ -159,7 +162,15 @@ def check_exchange(
             )
     if _overlap(input.data_ptr(), input.nbytes, output.data_ptr(), output.nbytes):
         raise ValueError("'output' overlaps 'input'\n" + _expected_got("tensors apart from each other", "shared bytes"))
-    return rows, rank
+    return received, sent
+
+
+def _is_usual(tensor: Any) -> bool:
+    """A contiguous dense tensor of this host, as nearly all are: nothing else is to be looked at."""
+    try:
+        return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    except (AttributeError, RuntimeError):
+        return False
 
 
 def _is_odd(tensor: Tensor) -> bool:
@@ -167,12 +178,9 @@ def _is_odd(tensor: Tensor) -> bool:
     return tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg()
 
 
-def _check_memory(group: ProcessGroup | Group, whole: Tensor, part: Tensor, gather: bool) -> None:
+def _check_memory(group: GroupLike, whole: Tensor, part: Tensor, gather: bool) -> None:
     """Dense, contiguous, and on a device that the group's backend takes."""
     named = (("output", whole), ("input", part)) if gather else (("output", part), ("input", whole))
-    for name, tensor in named:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"'{name}' must be a tensor\n{_expected_got('torch.Tensor', type(tensor).__name__)}")
     for name, tensor in named:
         if tensor.layout is not torch.strided:
             raise RuntimeError(f"Tensors must be dense\n{_expected_got(f'a strided {name!r}', tensor.layout)}")
@@ -183,12 +191,9 @@ def _check_memory(group: ProcessGroup | Group, whole: Tensor, part: Tensor, gath
             raise ValueError(
                 f"'{name}' is a lazily conjugated or negated view; call resolve_conj() or resolve_neg() first"
             )
-    if native(group) is not None:
-        kinds = ["cpu"]
-    else:
-        kinds = sorted({device.type for device in group._device_types})  # type: ignore[union-attr]
-        if "cpu" in kinds:
-            _take_cpu.add(group)
+    found = resolve(group)
+    assert found is not None  # or there would be no transport
+    kinds = devices_of(found)
     for name, tensor in named:
         if tensor.device.type not in kinds or tensor.device != named[0][1].device:
             raise RuntimeError(
@@ -211,12 +216,6 @@ def _check_overlap(whole: Tensor, part: Tensor, at: int, gather: bool) -> None:
 
 def _overlap(a: int, a_bytes: int, b: int, b_bytes: int) -> bool:
     return a_bytes > 0 and b_bytes > 0 and a < b + b_bytes and b < a + a_bytes
-
-
-def place_in(group: ProcessGroup | Group) -> tuple[int, int]:
-    """This process's rank in the group, and the group's size."""
-    ours = native(group)
-    return (ours.rank, ours.size) if ours is not None else (group.rank(), group.size())  # type: ignore[operator]
 
 
 def _expected_got(expected: object, got: object) -> str:

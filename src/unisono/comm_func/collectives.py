@@ -1,35 +1,38 @@
-"""The functional collectives: input left alone, result returned."""
+"""The functional collectives: input left alone, result returned.
+
+A call runs directly on the group's transport where there is nothing to differentiate, trace or fake; else as an
+operator of torch (``operators.py``), which does the same when it runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.distributed.distributed_c10d import GroupMember
 
 from ..base.handle import Handle
+from ..calls.groups import group_rank, member, place, transport
 from ..calls.splits import SplitsLike
-from ..group.names import GroupLike, native
-from . import arguments, launch, operators
-from .arguments import OP_CODES, PLAIN, equal_parts, facts, group_rank, member, no_tensor, numbers, reduction, rows_of
+from ..group.names import GroupLike
+from ..transport.find import find_for_barrier
+from . import operators, run
+from .arguments import as_rows, equal_parts, no_tensor, reduction, uneven_splits
 
 _modes = torch._C._len_torch_dispatch_stack
+_WITHOUT_BEHAVIOUR = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
+_grad_enabled = torch.is_grad_enabled
 
 
-def direct(tensor: Tensor) -> bool:
+def is_direct(tensor: Tensor) -> bool:
     """Says whether a call needs no operator: nothing to differentiate, trace or fake."""
-    return type(tensor) in PLAIN and not (tensor.requires_grad and torch.is_grad_enabled()) and not _modes()
-
-
-def here(function: str, group: GroupLike, *inputs: Tensor) -> tuple[launch.Found | None, int, int, str]:
-    """The group for a direct call, or None for one by an operator; then rank, size, and the operator's word for it."""
-    if is_compiling() or not all(map(direct, inputs)):
-        return (None, *facts(function, group))
-    found = member(function, group)
-    return (found, *numbers(found), "")
+    return (
+        not is_compiling()
+        and type(tensor) in _WITHOUT_BEHAVIOUR
+        and not (tensor.requires_grad and _grad_enabled())
+        and not _modes()
+    )
 
 
 def all_reduce(
@@ -42,24 +45,13 @@ def all_reduce(
 
     ``op`` is sum, prod, min, max, avg, or a torch ReduceOp. Differentiable.
     """
-    if (
-        type(tensor) is Tensor
-        and type(op) is str
-        and not (is_compiling() or async_op or tensor.requires_grad or _modes())
-    ):
-        # All of what follows in one step of the core, for the sake of small tensors.
-        own = native(GroupMember.WORLD if group is None else group)
-        if own is not None and op in OP_CODES:
-            out = own._comm.all_reduced(tensor, OP_CODES[op])
-            if out is not None:
-                return out, None
     if not isinstance(tensor, Tensor):
         no_tensor("all_reduce", tensor)
-    how = reduction("all_reduce", op)
-    found, *place = here("all_reduce", group, tensor)
-    if found is not None:
-        return launch.all_reduce(found, tensor, *how, async_op)
-    return operators.start(async_op, "all_reduce", operators.all_reduce, tensor, *how, *place)
+    name, factor = reduction("all_reduce", op)
+    if is_direct(tensor):
+        return run.all_reduce(transport("all_reduce", group, tensor), tensor, name, factor, async_op)
+    here = place("all_reduce", group)
+    return operators.start(async_op, "all_reduce", operators.all_reduce, tensor, name, factor, *here)
 
 
 def all_gather_into_tensor(
@@ -74,9 +66,12 @@ def all_gather_into_tensor(
     """
     if not isinstance(tensor, Tensor):
         no_tensor("all_gather_into_tensor", tensor)
-    found, rank, size, key = here("all_gather_into_tensor", group, tensor)
-    rows = rows_of(tensor)
-    return _all_gather(found, rows, [rows.shape[0]] * size, rank, key, async_op)
+    if is_direct(tensor):
+        return run.all_gather(transport("all_gather_into_tensor", group, tensor), tensor, None, async_op)
+    rank, size, name = place("all_gather_into_tensor", group)
+    rows = as_rows(tensor)
+    splits = [rows.shape[0]] * size
+    return operators.start(async_op, "all_gather", operators.all_gather, rows, splits, rank, name)
 
 
 def all_gather_into_tensor_uneven(
@@ -91,23 +86,26 @@ def all_gather_into_tensor_uneven(
     """
     if not isinstance(tensor, Tensor):
         no_tensor("all_gather_into_tensor_uneven", tensor)
-    found, rank, size, key = here("all_gather_into_tensor_uneven", group, tensor)
-    rows = rows_of(tensor)
-    splits = arguments.splits(output_split_sizes, None, size) or [rows.shape[0]] * size
-    if splits[rank] != rows.shape[0]:
+    function = "all_gather_into_tensor_uneven"
+    if is_direct(tensor):
+        found = transport(function, group, tensor)
+        return run.all_gather(found, tensor, _gathered(tensor, output_split_sizes, found.rank, found.size), async_op)
+    rank, size, name = place(function, group)
+    rows = as_rows(tensor)
+    splits = _gathered(rows, output_split_sizes, rank, size)
+    return operators.start(async_op, "all_gather", operators.all_gather, rows, splits, rank, name)
+
+
+def _gathered(tensor: Tensor, sizes: SplitsLike, rank: int, size: int) -> list[int]:
+    """Rows of every rank, of which this one's must be the tensor's."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    splits = uneven_splits(sizes, None, size) or [rows] * size
+    if splits[rank] != rows:
         raise ValueError(
             "'tensor' must have as many rows as this rank's split\n"
-            f"  expected {splits[rank]} rows on rank {rank}, got {rows.shape[0]}"
+            f"  expected {splits[rank]} rows on rank {rank}, got {rows}"
         )
-    return _all_gather(found, rows, splits, rank, key, async_op)
-
-
-def _all_gather(
-    found: launch.Found | None, rows: Tensor, splits: Sequence[int], rank: int, key: str, async_op: bool
-) -> tuple[Tensor, Handle | None]:
-    if found is not None:
-        return launch.all_gather(found, rows, splits, async_op)
-    return operators.start(async_op, "all_gather", operators.all_gather, rows, splits, rank, key)
+    return splits
 
 
 def reduce_scatter_tensor(
@@ -122,10 +120,16 @@ def reduce_scatter_tensor(
     """
     if not isinstance(tensor, Tensor):
         no_tensor("reduce_scatter_tensor", tensor)
-    found, rank, size, key = here("reduce_scatter_tensor", group, tensor)
-    rows = rows_of(tensor)
+    name, factor = reduction("reduce_scatter_tensor", op)
+    if is_direct(tensor):
+        found = transport("reduce_scatter_tensor", group, tensor)
+        equal_parts(tensor.shape[0] if tensor.dim() else 1, found.size)
+        return run.reduce_scatter(found, tensor, None, name, factor, async_op)
+    rank, size, where = place("reduce_scatter_tensor", group)
+    rows = as_rows(tensor)
     splits = [equal_parts(rows.shape[0], size)] * size
-    return _reduce_scatter("reduce_scatter_tensor", found, rows, splits, op, rank, key, async_op)
+    operator = operators.reduce_scatter
+    return operators.start(async_op, "reduce_scatter", operator, rows, splits, name, factor, rank, where)
 
 
 def reduce_scatter_tensor_uneven(
@@ -145,27 +149,16 @@ def reduce_scatter_tensor_uneven(
     function = "reduce_scatter_tensor_uneven"
     if not isinstance(tensor, Tensor):
         no_tensor(function, tensor)
-    found, rank, size, key = here(function, group, tensor)
-    rows = rows_of(tensor)
-    splits = arguments.splits(input_split_sizes, rows.shape[0], size)
-    return _reduce_scatter(function, found, rows, splits, op, rank, key, async_op)
-
-
-def _reduce_scatter(
-    function: str,
-    found: launch.Found | None,
-    rows: Tensor,
-    splits: Sequence[int],
-    op: Any,
-    rank: int,
-    key: str,
-    async_op: bool,
-) -> tuple[Tensor, Handle | None]:
     name, factor = reduction(function, op)
-    if found is not None:
-        return launch.reduce_scatter(found, rows, splits, name, factor, async_op)
+    if is_direct(tensor):
+        found = transport(function, group, tensor)
+        splits = uneven_splits(input_split_sizes, tensor.shape[0] if tensor.dim() else 1, found.size)
+        return run.reduce_scatter(found, tensor, splits, name, factor, async_op)
+    rank, size, where = place(function, group)
+    rows = as_rows(tensor)
+    splits = uneven_splits(input_split_sizes, rows.shape[0], size)
     operator = operators.reduce_scatter
-    return operators.start(async_op, "reduce_scatter", operator, rows, splits, name, factor, rank, key)
+    return operators.start(async_op, "reduce_scatter", operator, rows, splits, name, factor, rank, where)
 
 
 def reduce(tensor: Tensor, dst: int, op: Any = "sum", group: GroupLike = None) -> Tensor:
@@ -178,12 +171,11 @@ def reduce(tensor: Tensor, dst: int, op: Any = "sum", group: GroupLike = None) -
     """
     if not isinstance(tensor, Tensor):
         no_tensor("reduce", tensor)
-    found, *place = here("reduce", group, tensor)
-    how = reduction("reduce", op)
+    name, factor = reduction("reduce", op)
     root = group_rank("reduce", "dst", dst, group)
-    if found is not None:
-        return launch.reduce(found, tensor, root, *how)
-    return operators.start(False, "reduce", operators.reduce, tensor, root, *how, *place)[0]
+    if is_direct(tensor):
+        return run.reduce(transport("reduce", group, tensor), tensor, root, name, factor)
+    return operators.reduce(tensor, root, name, factor, *place("reduce", group))
 
 
 def broadcast(tensor: Tensor, src: int = 0, group: GroupLike = None) -> Tensor:
@@ -196,11 +188,10 @@ def broadcast(tensor: Tensor, src: int = 0, group: GroupLike = None) -> Tensor:
     """
     if not isinstance(tensor, Tensor):
         no_tensor("broadcast", tensor)
-    found, *place = here("broadcast", group, tensor)
     root = group_rank("broadcast", "src", src, group)
-    if found is not None:
-        return launch.broadcast(found, tensor, root)
-    return operators.start(False, "broadcast", operators.broadcast, tensor, root, *place)[0]
+    if is_direct(tensor):
+        return run.broadcast(transport("broadcast", group, tensor), tensor, root)
+    return operators.broadcast(tensor, root, *place("broadcast", group))
 
 
 def scatter_tensor(tensor: Tensor, src: int = 0, group: GroupLike = None) -> Tensor:
@@ -213,13 +204,15 @@ def scatter_tensor(tensor: Tensor, src: int = 0, group: GroupLike = None) -> Ten
     """
     if not isinstance(tensor, Tensor):
         no_tensor("scatter_tensor", tensor)
-    found, rank, size, key = here("scatter_tensor", group, tensor)
     root = group_rank("scatter_tensor", "src", src, group)
-    rows = rows_of(tensor)
-    equal_parts(rows.shape[0], size)
-    if found is not None:
-        return launch.scatter(found, rows, root, rank, size)
-    return operators.start(False, "scatter", operators.scatter, rows, root, rank, size, key)[0]
+    if is_direct(tensor):
+        found = transport("scatter_tensor", group, tensor)
+        equal_parts(tensor.shape[0] if tensor.dim() else 1, found.size)
+        return run.scatter(found, tensor, root)
+    here = place("scatter_tensor", group)
+    rows = as_rows(tensor)
+    equal_parts(rows.shape[0], here[1])
+    return operators.scatter(rows, root, *here)
 
 
 def gather_into_tensor(tensor: Tensor, dst: int = 0, group: GroupLike = None) -> Tensor:
@@ -232,14 +225,13 @@ def gather_into_tensor(tensor: Tensor, dst: int = 0, group: GroupLike = None) ->
     """
     if not isinstance(tensor, Tensor):
         no_tensor("gather_into_tensor", tensor)
-    found, rank, size, key = here("gather_into_tensor", group, tensor)
     root = group_rank("gather_into_tensor", "dst", dst, group)
-    rows = rows_of(tensor)
-    if found is not None:
-        return launch.gather(found, rows, root, rank, size)
-    return operators.start(False, "gather", operators.gather, rows, root, rank, size, key)[0]
+    if is_direct(tensor):
+        return run.gather(transport("gather_into_tensor", group, tensor), tensor, root)
+    return operators.gather(as_rows(tensor), root, *place("gather_into_tensor", group))
 
 
 def barrier(group: GroupLike = None) -> None:
     """Returns when every rank has called it."""
-    launch.barrier(member("barrier", group))
+    member("barrier", group)
+    find_for_barrier(group).barrier(None, False)  # type: ignore[union-attr]

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base import tensors
 from ..base.handle import Handle
-from ..group.names import GroupLike, native
-from . import launch, operators
-from .arguments import member, numbers, rows_of
-from .collectives import here
+from ..calls.groups import place, transport
+from ..group.names import GroupLike
+from . import operators, run
+from .arguments import as_rows, exchange_splits
+from .collectives import is_direct
 
 Shape = Tensor | Sequence[int]
 
@@ -41,7 +41,7 @@ def all_to_all_with_output_shape(
     if not isinstance(output_shape_list, (list, tuple)):
         raise TypeError(f"Expected list or tuple, but got {type(output_shape_list)}.")
     shapes = [_shape(shape) for shape in output_shape_list]
-    found, rank, size, key = here(function, group, *input_tensor_list)
+    rank, size, name = place(function, group)
     for argument, items in (("input_tensor_list", input_tensor_list), ("output_shape_list", shapes)):
         if len(items) != size:
             raise ValueError(f"For {function}, '{argument}' must have one entry per rank: {size}, got {len(items)}")
@@ -49,20 +49,15 @@ def all_to_all_with_output_shape(
     for tensor in input_tensor_list:
         if tensor.dtype != dtype:
             raise TypeError(f"all_to_all input dtype must be the same, but got {dtype} and {tensor.dtype}.")
-    own = None if found is None else native(found)
-    if own is not None:  # nothing is put together, nothing is cut: each tensor goes where it goes
-        outputs = tuple(tensors.empty(shape, dtype=dtype) for shape in shapes)
-        inputs = [launch.plain(tensor) for tensor in input_tensor_list]
-        return outputs, own.all_to_all(list(outputs), inputs, async_op=async_op)
-    flat = torch.cat([tensor.reshape(-1) for tensor in input_tensor_list])
+    if all(map(is_direct, input_tensor_list)):
+        found = transport(function, group, input_tensor_list[0])
+        return run.all_to_all_lists(found, input_tensor_list, shapes, async_op)
+    joined = torch.cat([tensor.reshape(-1) for tensor in input_tensor_list])
     counts = [math.prod(shape) for shape in shapes]
-    received, handle = _exchange(
-        found, flat, counts, [tensor.numel() for tensor in input_tensor_list], rank, key, async_op
-    )
+    sent = [tensor.numel() for tensor in input_tensor_list]
+    received, handle = _by_operator(joined, counts, sent, rank, name, async_op)
     outputs = tuple(part.reshape(shape) for part, shape in zip(torch.split(received, counts), shapes, strict=True))
-    if handle is not None:
-        handle = Handle(handle._pending, "all_to_all", outputs)
-    return outputs, handle
+    return outputs, None if handle is None else handle.of(outputs)
 
 
 def all_to_all_single_with_output_shape(
@@ -84,20 +79,24 @@ def all_to_all_single_with_output_shape(
     if not isinstance(tensor, Tensor):
         raise TypeError(f"Expected tensor, but got {type(tensor)}")
     shape = _shape(output_shape)
-    found, rank, size, key = here(function, group, tensor)
-    rows = rows_of(tensor)
-    output_splits = _splits(function, "output", output_split_sizes, shape[0] if shape else 1, size)
-    input_splits = _splits(function, "input", input_split_sizes, rows.shape[0], size)
+    direct = is_direct(tensor)
+    rank, size, name = place(function, group)
+    rows = as_rows(tensor)
+    output_splits = exchange_splits(function, "output", output_split_sizes, shape[0] if shape else 1, size)
+    input_splits = exchange_splits(function, "input", input_split_sizes, rows.shape[0], size)
     tail, other = tuple(rows.shape[1:]), tuple(shape[1:])
     if tail != other:  # rows of different shapes: count elements
         rows = rows.reshape(-1)
         output_splits = [n * math.prod(other) for n in output_splits]
         input_splits = [n * math.prod(tail) for n in input_splits]
-    received, handle = _exchange(found, rows, output_splits, input_splits, rank, key, async_op)
+    if direct:
+        found = transport(function, group, tensor)
+        received, handle = run.all_to_all(found, rows, output_splits, input_splits, async_op)
+    else:
+        received, handle = _by_operator(rows, output_splits, input_splits, rank, name, async_op)
     if tail != other or not shape:
         received = received.reshape(shape)
-        if handle is not None:
-            handle = Handle(handle._pending, "all_to_all", received)
+        handle = None if handle is None else handle.of(received)
     return received, handle
 
 
@@ -118,8 +117,8 @@ def all_to_all_v_c(
         raise TypeError(f"send_count_matrix must be list, but got {type(send_count_matrix)}")
     if not all(isinstance(n, int) for n in send_count_matrix):
         raise TypeError("send_count_matrix elements must be of type int")
-    found = member("all_to_all_v_c", group)
-    rank, size = numbers(found)
+    found = transport("all_to_all_v_c", group, input)
+    rank, size = found.rank, found.size
     if size * size != len(send_count_matrix):
         raise TypeError(
             f"send_count_matrix must be square matrix, but got {len(send_count_matrix)}.\n"
@@ -131,28 +130,20 @@ def all_to_all_v_c(
     sent = send_count_matrix[rank * size : (rank + 1) * size]
     received = send_count_matrix[rank::size]
     for argument, tensor, counts in (("input", input, sent), ("output", output, received)):
-        rows = rows_of(tensor).shape[0]
+        rows = tensor.shape[0] if tensor.dim() else 1
         if min(counts) < 0 or sum(counts) != rows:
             raise ValueError(
                 f"For all_to_all_v_c, this rank's counts must add up to the {rows} rows of '{argument}', got {counts}"
             )
-    return launch.exchange(
-        found, output, launch.plain(input), [n * row for n in received], [n * row for n in sent], async_op
-    )
+    counts = [n * row for n in received], [n * row for n in sent]
+    return found.all_to_all(output, run.plain(input), *counts, None, async_op)
 
 
-def _exchange(
-    found: launch.Found | None,
-    tensor: Tensor,
-    output_splits: Sequence[int],
-    input_splits: Sequence[int],
-    rank: int,
-    key: str,
-    async_op: bool,
+def _by_operator(
+    tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], rank: int, name: str, async_op: bool
 ) -> tuple[Tensor, Handle | None]:
-    if found is not None:
-        return launch.all_to_all(found, tensor, output_splits, input_splits, async_op)
-    return operators.start(async_op, "all_to_all", operators.all_to_all, tensor, output_splits, input_splits, rank, key)
+    operator = operators.all_to_all
+    return operators.start(async_op, "all_to_all", operator, tensor, output_splits, input_splits, rank, name)
 
 
 def _shape(shape: Any) -> tuple[int, ...]:
@@ -161,16 +152,3 @@ def _shape(shape: Any) -> tuple[int, ...]:
     if not isinstance(shape, (tuple, list)):
         raise TypeError(f"Expected tensor or tuple, but got {type(shape)}")
     return tuple(shape)
-
-
-def _splits(function: str, side: str, sizes: Sequence[int] | None, rows: int, size: int) -> list[int]:
-    if sizes is None or len(sizes) == 0:
-        if rows % size:
-            raise ValueError(f"{side} shape at dim 0 must be divided by world_size, but got {rows} and {size}.")
-        return [rows // size] * size
-    splits = list(sizes)
-    if len(splits) != size or any(n < 0 for n in splits) or sum(splits) != rows:
-        raise ValueError(
-            f"For {function}, '{side}_split_sizes' must be {size} numbers that add up to the {rows} rows, got {splits}"
-        )
-    return splits

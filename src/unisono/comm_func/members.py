@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from ..calls.groups import group_rank, member
 from ..group import names as groups
 from ..group.group import Group
-from ..group.names import GroupLike
-from .arguments import global_ranks, group_rank, member, numbers
+from ..group.names import GroupLike, global_ranks, host_ranks, rank_and_size
 
 
 class GlobalComm:
@@ -73,24 +72,24 @@ def destroy_group(group: str) -> None:
 
 def get_rank(group: GroupLike = None) -> int:
     """This process's rank in the group."""
-    return numbers(member("get_rank", group))[0]
+    return rank_and_size(member("get_rank", group))[0]
 
 
 def get_group_size(group: GroupLike = None) -> int:
     """The number of ranks in the group."""
-    return numbers(member("get_group_size", group))[1]
+    return rank_and_size(member("get_group_size", group))[1]
 
 
 def get_local_rank(group: GroupLike = None) -> int:
     """This process's number among the group's ranks on its host."""
     found = member("get_local_rank", group)
-    here = _on_this_host(found)
-    return here.index(global_ranks(found)[numbers(found)[0]])
+    here = host_ranks(found)
+    return here.index(global_ranks(found)[rank_and_size(found)[0]])
 
 
 def get_local_rank_size(group: GroupLike = None) -> int:
     """The number of the group's ranks on this process's host."""
-    return len(_on_this_host(member("get_local_rank_size", group)))
+    return len(host_ranks(member("get_local_rank_size", group)))
 
 
 def get_world_rank_from_group_rank(group: GroupLike, group_rank_id: int) -> int:
@@ -109,13 +108,3 @@ def get_group_rank_from_world_rank(world_rank_id: int, group: GroupLike) -> int:
 def get_process_group_ranks(group: GroupLike = None) -> list[int]:
     """The global ranks of the group's members, by group rank."""
     return list(global_ranks(member("get_process_group_ranks", group)))
-
-
-def _on_this_host(found: dist.ProcessGroup | Group) -> list[int]:
-    """The global ranks of those members that share this process's host; torchrun numbers hosts one after another."""
-    ranks = list(global_ranks(found))
-    if groups.native(found) is not None:
-        return ranks  # a unisono group is on one host
-    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or dist.get_world_size()
-    mine = ranks[numbers(found)[0]] // per_host
-    return [r for r in ranks if r // per_host == mine]

@@ -9,24 +9,26 @@ import torch
 from torch import Tensor
 
 from ..base.handle import Handle
+from ..calls.groups import group_rank, transport
 from ..group.names import GroupLike
-from . import launch
-from .arguments import group_rank, member, no_tensor
+from . import run
+from .arguments import no_tensor
 
 
 def send(tensor: Tensor, dst: int = 0, group: GroupLike = None, tag: int = 0) -> None:
     """Sends a tensor to the rank ``dst`` (a global rank), which receives it with the same tag."""
     if not isinstance(tensor, Tensor):
         no_tensor("send", tensor)
-    launch.send(member("send", group), tensor, group_rank("send", "dst", dst, group), tag, False)
+    to = group_rank("send", "dst", dst, group)
+    transport("send", group, tensor).send(run.plain(tensor), to, tag, None, False)
 
 
 def isend(tensor: Tensor, dst: int = 0, group: GroupLike = None, tag: int = 0) -> Handle:
     """Begins to send a tensor; it must stay as it is until the handle is complete."""
     if not isinstance(tensor, Tensor):
         no_tensor("isend", tensor)
-    handle = launch.send(member("isend", group), tensor, group_rank("isend", "dst", dst, group), tag, True)
-    assert handle is not None
+    to = group_rank("isend", "dst", dst, group)
+    handle: Handle = transport("isend", group, tensor).send(run.plain(tensor), to, tag, None, True)
     return handle
 
 
@@ -34,14 +36,16 @@ def recv(tensor: Tensor, src: int = 0, group: GroupLike = None, tag: int = 0) ->
     """Receives a tensor from the rank ``src`` (a global rank); ``tensor`` says shape and dtype, and stays as it is."""
     if not isinstance(tensor, Tensor):
         no_tensor("recv", tensor)
-    return launch.recv(member("recv", group), tensor, group_rank("recv", "src", src, group), tag, False)[0]
+    source = group_rank("recv", "src", src, group)
+    return run.recv(transport("recv", group, tensor), tensor, source, tag, False)[0]
 
 
 def irecv(tensor: Tensor, src: int = 0, group: GroupLike = None, tag: int = 0) -> tuple[Tensor, Handle]:
     """Begins to receive a tensor; what is returned holds it when the handle is complete."""
     if not isinstance(tensor, Tensor):
         no_tensor("irecv", tensor)
-    out, handle = launch.recv(member("irecv", group), tensor, group_rank("irecv", "src", src, group), tag, True)
+    source = group_rank("irecv", "src", src, group)
+    out, handle = run.recv(transport("irecv", group, tensor), tensor, source, tag, True)
     assert handle is not None
     return out, handle
 

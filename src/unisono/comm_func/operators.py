@@ -24,9 +24,9 @@ from torch._library.effects import EffectType
 from torch.library import custom_op
 
 from ..base.handle import Finished, Handle
-from ..group.names import resolve
-from . import inductor, launch
-from .arguments import numbers
+from ..transport.find import find
+from ..transport.protocol import Transport
+from . import inductor, run
 
 
 class _Wish(threading.local):
@@ -54,21 +54,20 @@ def start(async_op: bool, name: str, operator: Callable[..., Tensor], *arguments
         _wish.async_op, _wish.handle = False, None
 
 
-def _found(key: str, rank: int, size: int) -> Any:
-    """The group an operator was given, which must still be as it was when the graph was made."""
-    group = resolve(key or None)
-    if group is None:
+def _transport(key: str, rank: int, size: int, tensor: Tensor) -> Transport:
+    """The transport of the group an operator was given, which must still be as it was when the graph was made."""
+    found = find(key or None, tensor)
+    if found is None:
         raise RuntimeError(f"this process is not in the group {key!r} any more")
-    if numbers(group) != (rank, size):
-        now = numbers(group)
+    if (found.rank, found.size) != (rank, size):
         raise RuntimeError(
-            f"the call was compiled for rank {rank} of {size}, and the group is now seen by rank {now[0]} of {now[1]}; "
-            "compile again after a change of groups (torch.compiler.reset())"
+            f"the call was compiled for rank {rank} of {size}, and the group is now seen by rank {found.rank} of "
+            f"{found.size}; compile again after a change of groups (torch.compiler.reset())"
         )
-    return group
+    return found
 
 
-def _kept(result: launch.Result) -> Tensor:
+def _kept(result: run.Result) -> Tensor:
     out, _wish.handle = result
     return out
 
@@ -79,44 +78,44 @@ def _kept(result: launch.Result) -> Tensor:
 @custom_op("unisono::all_reduce", mutates_args=())
 def all_reduce(tensor: Tensor, op: str, factor: float, rank: int, size: int, group: str) -> Tensor:
     """Every rank: the ranks' tensors combined."""
-    return _kept(launch.all_reduce(_found(group, rank, size), tensor, op, factor, _wish.async_op))
+    return _kept(run.all_reduce(_transport(group, rank, size, tensor), tensor, op, factor, _wish.async_op))
 
 
 @custom_op("unisono::all_gather", mutates_args=())
 def all_gather(tensor: Tensor, splits: Sequence[int], rank: int, group: str) -> Tensor:
     """Every rank: the ranks' rows behind one another; splits[r] of rank r."""
-    return _kept(launch.all_gather(_found(group, rank, len(splits)), tensor, splits, _wish.async_op))
+    return _kept(run.all_gather(_transport(group, rank, len(splits), tensor), tensor, splits, _wish.async_op))
 
 
 @custom_op("unisono::reduce_scatter", mutates_args=())
 def reduce_scatter(tensor: Tensor, splits: Sequence[int], op: str, factor: float, rank: int, group: str) -> Tensor:
     """Rank r: its splits[r] rows of the ranks' tensors combined."""
-    where = _found(group, rank, len(splits))
-    return _kept(launch.reduce_scatter(where, tensor, splits, op, factor, _wish.async_op))
+    where = _transport(group, rank, len(splits), tensor)
+    return _kept(run.reduce_scatter(where, tensor, splits, op, factor, _wish.async_op))
 
 
 @custom_op("unisono::reduce", mutates_args=())
 def reduce(tensor: Tensor, root: int, op: str, factor: float, rank: int, size: int, group: str) -> Tensor:
     """Root: the ranks' tensors combined; others: a 0."""
-    return launch.reduce(_found(group, rank, size), tensor, root, op, factor)
+    return run.reduce(_transport(group, rank, size, tensor), tensor, root, op, factor)
 
 
 @custom_op("unisono::broadcast", mutates_args=())
 def broadcast(tensor: Tensor, root: int, rank: int, size: int, group: str) -> Tensor:
     """Every rank: the root's tensor."""
-    return launch.broadcast(_found(group, rank, size), tensor, root)
+    return run.broadcast(_transport(group, rank, size, tensor), tensor, root)
 
 
 @custom_op("unisono::scatter", mutates_args=())
 def scatter(tensor: Tensor, root: int, rank: int, size: int, group: str) -> Tensor:
     """Rank r: the r-th of equal shares of the root's rows."""
-    return launch.scatter(_found(group, rank, size), tensor, root, rank, size)
+    return run.scatter(_transport(group, rank, size, tensor), tensor, root)
 
 
 @custom_op("unisono::gather", mutates_args=())
 def gather(tensor: Tensor, root: int, rank: int, size: int, group: str) -> Tensor:
     """Root: the ranks' rows behind one another; others: a 0."""
-    return launch.gather(_found(group, rank, size), tensor, root, rank, size)
+    return run.gather(_transport(group, rank, size, tensor), tensor, root)
 
 
 @custom_op("unisono::all_to_all", mutates_args=())
@@ -124,8 +123,8 @@ def all_to_all(
     tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], rank: int, group: str
 ) -> Tensor:
     """Rank r: the rows that the others have for it, in their order."""
-    where = _found(group, rank, len(input_splits))
-    return _kept(launch.all_to_all(where, tensor, output_splits, input_splits, _wish.async_op))
+    where = _transport(group, rank, len(input_splits), tensor)
+    return _kept(run.all_to_all(where, tensor, output_splits, input_splits, _wish.async_op))
 
 
 _OPERATORS = (all_reduce, all_gather, reduce_scatter, reduce, broadcast, scatter, gather, all_to_all)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..calls.groups import member, transport
 from ..group import names as groups
 from ..group.names import GroupLike
 from . import operators as fused_ops
@@ -232,19 +233,12 @@ def all_gather_grouped_matmul(
 
 def _seat(group: GroupLike) -> tuple[str, int, int]:
     """The group's name, this process's rank in it, and how many there are."""
-    found = _members(group)
-    return groups.name_of(found), *fused_run.rank_and_size(found)
+    found = member("a fused matmul", group)
+    return groups.name_of(found), *groups.rank_and_size(found)
 
 
 # torch.compile runs it while it traces; torch.compiler.assume_constant_result would import all of the compiler.
 setattr(_seat, "_dynamo_marked_constant", True)  # noqa: B010
-
-
-def _members(group: GroupLike) -> Any:
-    found = groups.resolve(group)
-    if found is None:
-        raise ValueError("argument 'group' must be a group this process is in")
-    return found
 
 
 def _run(
@@ -276,10 +270,10 @@ def _run(
             xs, ready, biases, extra, plan.what, name, list(plan.rows), list(plan.columns), list(plan.counts),
             reduce_op, float(scale), share, comm_turn, backward, rank, size,
         )  # fmt: skip
-    members = None if alone else _members(group)
-    size = fused_run.rank_and_size(members)[1]
+    found = None if alone else transport("a fused matmul", group, xs[0])
+    size = 1 if found is None else found.size
     share = 1 / size if reduce_op == "sum" and bias_mode == "mean" else 1.0
-    return fused_run.run(members, plan, xs, ready, biases, share, extra, reduce_op, float(scale), comm_turn)
+    return fused_run.run(found, plan, xs, ready, biases, share, extra, reduce_op, float(scale), comm_turn)
 
 
 def _outputs(flat: torch.Tensor, plan: Plan) -> list[torch.Tensor]:
@@ -313,7 +307,7 @@ def _gathered(
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and flat.requires_grad):
         whole = fused_ops.gather_values(flat, name, counts, rank, size)
     else:
-        whole = fused_run.gather_values(groups.resolve(name), flat, counts)
+        whole = fused_run.gather_values(transport("a fused matmul", name, flat), flat, counts)
     parts, at = [], 0
     for t, split in zip(x, splits, strict=True):
         shape = (sum(split), *t.shape[1:])

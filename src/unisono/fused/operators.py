@@ -4,7 +4,7 @@ Three operators on flat tensors, each the other's gradient: ``matmul_reduce`` (p
 ``reduce_values`` and ``gather_values``. Groups travel by name, since graphs hold no objects; rank and size are
 arguments beside it, since ranks may share the cache of compiled graphs and shapes depend on them. Gradients are
 products too, so they take the same way: float32 sums, one rounding, never torch's 16-bit matmul. Without gradients and
-outside of torch.compile, fused.py calls what is behind the operators directly; that saves about 30 µs.
+outside of torch.compile, matmul.py calls what is behind the operators directly; that saves about 30 µs.
 """
 
 from __future__ import annotations
@@ -14,19 +14,16 @@ from typing import Any
 import torch
 from torch.library import custom_op
 
-from ..group import names as groups
+from ..calls.groups import transport
+from ..transport.protocol import Transport
 from . import run as fused_run
 from .gemm import plain_weight, wide
 from .plan import Plan
 
 
-def group_named(name: str) -> fused_run.AnyGroup:
-    """The group behind a name; the empty name is this rank alone."""
-    if not name:
-        return None
-    group = groups.resolve(name)
-    assert group is not None
-    return group
+def _transport(name: str, tensor: torch.Tensor) -> Transport | None:
+    """The transport of the group behind a name; the empty name is this rank alone."""
+    return transport("a fused matmul", name, tensor) if name else None
 
 
 def _plan(what: str, x: list[torch.Tensor], rows: list[int], columns: list[int], counts: list[int]) -> Plan:
@@ -58,7 +55,7 @@ def matmul_reduce(
     size: int,
 ) -> torch.Tensor:
     plan = _plan(what, x, rows, columns, counts)
-    return fused_run.run(group_named(group), plan, x, weight, bias, bias_share, residual, reduce_op, scale, pieces)
+    return fused_run.run(_transport(group, x[0]), plan, x, weight, bias, bias_share, residual, reduce_op, scale, pieces)
 
 
 @matmul_reduce.register_fake
@@ -153,7 +150,7 @@ matmul_reduce.register_autograd(_matmul_backward, setup_context=_save)
 def reduce_values(
     values: torch.Tensor, group: str, counts: list[int], reduce_op: str, rank: int, size: int
 ) -> torch.Tensor:
-    return fused_run.reduce_values(group_named(group), values, counts, reduce_op)
+    return fused_run.reduce_values(_transport(group, values), values, counts, reduce_op)
 
 
 @reduce_values.register_fake
@@ -181,7 +178,7 @@ reduce_values.register_autograd(_reduce_backward, setup_context=_save_reduce)
 
 @custom_op("unisono::gather_values", mutates_args=())
 def gather_values(values: torch.Tensor, group: str, counts: list[int], rank: int, size: int) -> torch.Tensor:
-    return fused_run.gather_values(group_named(group), values, counts)
+    return fused_run.gather_values(_transport(group, values), values, counts)
 
 
 @gather_values.register_fake

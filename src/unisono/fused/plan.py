@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ..calls.splits import Words, check
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REDUCE_OPS = ("sum", "avg", "max", "min")
 
@@ -218,11 +220,7 @@ def plan_scatter(plan: Plan, splits: tuple[Shape, ...] | None, rank: int, size: 
     """The plan with every output's rows cut between the ranks; ``splits`` has rows per rank for every output."""
     if splits is None:
         for i, shape in enumerate(plan.outputs):
-            if shape[0] % size:
-                raise ValueError(
-                    f"output {i} has {shape[0]} rows, which do not divide equally between {size} ranks; "
-                    "give 'split_sizes'"
-                )
+            check((), shape[0], size, _words("output", i))
         splits = tuple((shape[0] // size,) * size for shape in plan.outputs)
     check_splits(splits, [shape[0] for shape in plan.outputs], size, "output")
     pairs = list(zip(plan.outputs, splits, strict=True))
@@ -232,19 +230,20 @@ def plan_scatter(plan: Plan, splits: tuple[Shape, ...] | None, rank: int, size: 
 
 
 def check_splits(splits: tuple[Shape, ...], rows: Sequence[int], size: int, of: str) -> None:
-    """Rows per rank for every tensor: as many lists as tensors, as many numbers as ranks, adding up."""
+    """Rows per rank for every tensor: as many lists as tensors, each as :func:`unisono.calls.splits.check` wants it."""
     if len(splits) != len(rows):
         raise ValueError(f"argument 'split_sizes' must have one list per {of}: expected {len(rows)}, got {len(splits)}")
     for i, (split, m) in enumerate(zip(splits, rows, strict=True)):
-        if len(split) != size:
-            raise ValueError(
-                f"argument 'split_sizes' must have one number per rank: expected {size}, got {len(split)} for {of} {i}"
-            )
-        if min(split) < 0 or sum(split) != m:
-            raise ValueError(
-                f"argument 'split_sizes' must add up to the {m} rows of {of} {i}, none of them negative, "
-                f"got {list(split)}"
-            )
+        check(split, m, size, _words(of, i))
+
+
+def _words(of: str, i: int) -> Words:
+    return Words(
+        uneven=f"the rows of {of} {i} do not divide equally between the ranks; give 'split_sizes'",
+        length=f"argument 'split_sizes' must have one number per rank, for {of} {i}",
+        total=f"argument 'split_sizes' must add up to the rows of {of} {i}",
+        kind=ValueError,
+    )
 
 
 def product_of(shape: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
 """Which group a caller means: from None, a name, a torch ProcessGroup or a :class:`Group` to the group itself.
 
 Every public function takes its ``group`` argument through :func:`resolve`, at the call, so the default group may be
-made, destroyed and made again. :func:`native` then says whether it is one of ours, with a core under it.
+made, destroyed and made again. Which transport a group has is not said here but in ``transport/find.py``.
 """
 
 from __future__ import annotations
@@ -126,11 +126,11 @@ def native(group: GroupLike) -> Group | None:
     return found
 
 
-def face(group: ProcessGroup | Group | None) -> Any:
+def adapter_of(group: ProcessGroup | Group | None) -> Any:
     """The object on unisono that torch talks to: the process group itself or, inside of one, its backend; or None."""
-    found = getattr(group, "unisono_face", None)
+    found = getattr(group, "unisono_adapter", None)
     if found is None and PYTHON_BACKENDS and isinstance(group, ProcessGroup):
-        found = getattr(_cpu_backend(group), "unisono_face", None)
+        found = getattr(_cpu_backend(group), "unisono_adapter", None)
     return found
 
 
@@ -141,10 +141,27 @@ def _cpu_backend(group: ProcessGroup) -> Backend | None:
         return None  # a group for other devices only
 
 
-def find(group: GroupLike) -> tuple[ProcessGroup | Group | None, Group | None]:
-    """:func:`resolve` and :func:`native` in one step, quick for the usual cases."""
+def rank_and_size(group: ProcessGroup | Group) -> tuple[int, int]:
+    """This process's rank in a group, and the group's size."""
+    return (group.rank, group.size) if isinstance(group, Group) else (group.rank(), group.size())
+
+
+def global_ranks(group: ProcessGroup | Group) -> list[int]:
+    """The members' global ranks, by group rank; not to be changed."""
     ours = native(group)
-    if ours is not None:
-        return group, ours  # type: ignore[return-value]
-    found = resolve(group)
-    return found, None if found is None else native(found)
+    return dist.get_process_group_ranks(group) if ours is None else ours.ranks  # type: ignore[arg-type]
+
+
+def devices_of(group: ProcessGroup | Group) -> list[str]:
+    """The kinds of devices whose tensors a group takes."""
+    return ["cpu"] if isinstance(group, Group) else sorted({device.type for device in group._device_types})
+
+
+def host_ranks(group: ProcessGroup | Group) -> list[int]:
+    """The global ranks of those members that share this process's host; torchrun numbers hosts one after another."""
+    ranks = global_ranks(group)
+    if native(group) is not None:
+        return ranks  # a unisono group is on one host
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or dist.get_world_size()
+    mine = ranks[rank_and_size(group)[0]] // per_host
+    return [r for r in ranks if r // per_host == mine]

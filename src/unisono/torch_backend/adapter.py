@@ -26,7 +26,7 @@ from ..group.group import Group, _reduce_op
 from . import monitor, refusals, sparse
 from .arguments import counts, nested, one, reduction, settled
 from .strided import Copies, is_plain, overlapping
-from .work import FINISHED, Work
+from ..base.work import FINISHED, Work
 
 Tensor = torch.Tensor
 _CPU = torch.device("cpu")

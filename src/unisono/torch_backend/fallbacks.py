@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from ..base.uncompiled import keep_uncompiled
 from ..group import names as groups
-from .work import Work as UnisonoWork
+from ..base.work import Work as UnisonoWork
 
 _library: Any = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
 

@@ -19,7 +19,7 @@ from ..group import names as groups
 from ..group.group import Group
 from . import fallbacks  # noqa: F401  (registers its kernels)
 from .adapter import Face
-from .work import Work
+from ..base.work import Work
 
 _CPU = torch.device("cpu")
 

@@ -1,4 +1,8 @@
-"""What ranks tell one another before a composed call moves data, and how they find out that they disagree."""
+"""What ranks tell one another before a composed call moves data, and how they find out that they disagree.
+
+A request has a digest, which must be equal on all ranks, a factor that may differ, words for an error, and for an
+exchange a table: what this rank sends to and expects from each. What rank i sends to rank j must be what j expects.
+"""
 
 from __future__ import annotations
 
@@ -6,58 +10,107 @@ import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
-from .. import _core
 from ..base.errors import call_site, make_error
+from ..base.ops import name_of
 
-OP_NAMES = {code: name for name, code in _core.OPS.items()}
 NO_OP = -1
 
 _MISMATCH = 1  # its number in errors.py and core/base/status.h
+_DIGEST_BYTES = 8
 _HEAD = struct.Struct("<8sdH")
+_WORDS_BYTES = 256 - _HEAD.size
 _KNOWN_COUNTS = 64  # lists up to this length are remembered; matrices of many ranks take much memory and change
 
 
+def request_bytes(size: int) -> int:
+    """Bytes of a request in a group of so many ranks."""
+    return _HEAD.size + _WORDS_BYTES + 16 * size
+
+
 class Request:
-    """What one rank was asked for, in 256 bytes: a digest that must be equal, a factor that may differ, and words."""
+    """What one rank was asked for, in :func:`request_bytes`."""
 
-    BYTES = 256
-
-    def __init__(self, verb: str, dtype: torch.dtype, op: int, counts: Sequence[int], factor: float = 1.0) -> None:
+    def __init__(
+        self,
+        size: int,
+        verb: str,
+        dtype: torch.dtype,
+        op: int,
+        counts: Sequence[int],
+        factor: float = 1.0,
+        table: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> None:
+        """``table`` are the elements this rank sends to each rank, and those it expects from each."""
         self.verb = verb
         find = _known_facts if len(counts) <= _KNOWN_COUNTS else _facts
         self.digest, facts = find(verb, dtype, op, tuple(counts))
-        words = f"{facts}   {call_site()}".encode()[: self.BYTES - _HEAD.size]
-        self.bytes = _HEAD.pack(self.digest, factor, len(words)) + words.ljust(self.BYTES - _HEAD.size, b"\0")
+        if table is not None:
+            facts += _short(f"sends {list(table[0])} expects {list(table[1])}")
+        words = f"{facts}   {call_site()}".encode()[:_WORDS_BYTES]
+        numbers = [*table[0], *table[1]] if table is not None else [0] * (2 * size)
+        self.bytes = (
+            _HEAD.pack(self.digest, factor, len(words))
+            + words.ljust(_WORDS_BYTES, b"\0")
+            + struct.pack(f"<{2 * size}q", *numbers)
+        )
 
 
 def _facts(verb: str, dtype: torch.dtype, op: int, counts: tuple[int, ...]) -> tuple[bytes, str]:
     """What must be equal: as a digest, and in words, which are cut at some length."""
-    facts = f"{verb}  {str(dtype)[6:]}  " + ("" if op == NO_OP else f"{OP_NAMES[op]}  ")
-    listed = str(list(counts))
-    digest = blake2b((facts + listed).encode(), digest_size=8).digest()
-    return digest, facts + (listed if len(listed) < 120 else listed[:116] + " ...")
+    facts = f"{verb}  {str(dtype)[6:]}  " + ("" if op == NO_OP else f"{name_of(op)}  ")
+    listed = str(list(counts)) if counts else ""
+    digest = blake2b((facts + listed).encode(), digest_size=_DIGEST_BYTES).digest()
+    return digest, facts + _short(listed)
+
+
+def _short(text: str) -> str:
+    return text if len(text) < 120 else text[:116] + " ..."
 
 
 _known_facts = lru_cache(maxsize=64)(_facts)
 
 
-def compare(pg: ProcessGroup, seq: int, request: Request, letters: Sequence[bytes]) -> list[float]:
-    """The factors of all ranks, or MismatchError if any was asked for something else.
+def compare(pg: ProcessGroup, seq: int, request: Request, shown: Sequence[bytes]) -> list[float]:
+    """The factors of all ranks, or MismatchError if any was asked for something that does not fit.
 
-    ``letters`` are by rank, each beginning with a request's bytes.
+    ``shown`` are by rank, each beginning with a request's bytes.
     """
-    differing = [rank for rank, letter in enumerate(letters) if letter[: len(request.digest)] != request.digest]
+    differing = [rank for rank, bytes in enumerate(shown) if bytes[:_DIGEST_BYTES] != request.digest]
+    if not differing:
+        differing = _misfits(shown)
     if differing:
         text = "ranks were asked for different things"
-        lines = [_words(letter) for letter in letters]
+        lines = [_words(bytes) for bytes in shown]
         raise make_error(_MISMATCH, request.verb, seq, pg.group_name, pg.rank(), differing, text, lines, False)
-    return [_HEAD.unpack_from(letter)[1] for letter in letters]
+    return [_HEAD.unpack_from(bytes)[1] for bytes in shown]
 
 
-def _words(letter: bytes) -> str:
-    length = _HEAD.unpack_from(letter)[2]
-    return letter[_HEAD.size : min(_HEAD.size + length, Request.BYTES)].decode(errors="replace")
+def agrees(shown: Sequence[bytes], one: int, other: int) -> bool:
+    """Whether two ranks were asked for what fits together, whatever others were asked for."""
+    if shown[one][:_DIGEST_BYTES] != shown[other][:_DIGEST_BYTES]:
+        return False
+    size = len(shown)
+    mine, theirs = _table(shown[one], size), _table(shown[other], size)
+    return mine[other] == theirs[size + one] and mine[size + other] == theirs[one]
+
+
+def _misfits(shown: Sequence[bytes]) -> list[int]:
+    """The ranks that send another something else than it expects, or the other way round."""
+    size = len(shown)
+    tables = [_table(bytes, size) for bytes in shown]
+    wrong = {(i, j) for i in range(size) for j in range(size) if tables[i][j] != tables[j][size + i]}
+    return sorted({rank for pair in wrong for rank in pair})
+
+
+def _table(bytes: bytes, size: int) -> tuple[Any, ...]:
+    return struct.unpack_from(f"<{2 * size}q", bytes, _HEAD.size + _WORDS_BYTES)
+
+
+def _words(bytes: bytes) -> str:
+    length = _HEAD.unpack_from(bytes)[2]
+    return bytes[_HEAD.size : _HEAD.size + min(length, _WORDS_BYTES)].decode(errors="replace")

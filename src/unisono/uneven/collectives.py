@@ -1,7 +1,7 @@
 """Collectives whose ranks hold different amounts: gather, reduce-scatter and exchange with true sizes, never padded.
 
-Names, signatures and error texts are those of ``torch_npu.distributed``. On a unisono group a call is one call of the
-core; on a group of another backend it is composed of what that backend has (``compositions.py``).
+Names, signatures and error texts are those of ``torch_npu.distributed``. A call is checked here, completely and before
+anything moves, and is then one verb of the group's transport.
 
 Words: the *whole* tensor is the one that is cut (the output of a gather, the input of a reduce-scatter), its *splits*
 are rows of dimension 0 per rank, its *counts* the same in elements; the *part* is what one rank has of it.
@@ -10,35 +10,24 @@ are rows of dimension 0 per rank, its *counts* the same in elements; the *part* 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ReduceOp
 
-from ..base.handle import Handle
-from ..calls.splits import SplitsLike, check_exchange, check_whole_and_part, refuse_splits_of
-from ..group.group import Group, _reduce_op
-from ..group.names import GroupLike, face, find, native
-from ..transport.composed_work import DrivenWork, JoinedWork
-from ..transport.compositions import composition_of
-from .tracing import flat, group_name, is_traced, numbers, op_name, untraced
+from ..base import ops
+from ..calls.groups import result
+from ..calls.splits import SplitsLike, check_exchange, check_tensors, check_whole_and_part, refuse_splits_of
+from ..group.names import GroupLike
+from ..transport.find import find
+from .tracing import as_list, flat_matrix, group_name, is_traced, untraced
 
-_ops = torch.ops.unisono  # made in uneven_ops.py
-_REDUCE_OPS = (ReduceOp, ReduceOp.RedOpType)
+_operators = torch.ops.unisono  # made in operators.py
 
-__all__ = [
-    "all_gather_into_tensor_uneven",
-    "all_to_all_vc",
-    "reduce_scatter_tensor_uneven",
-    "run_all_gather",
-    "run_all_to_all",
-    "run_reduce_scatter",
-    "work_of",
-]
+__all__ = ["all_gather_into_tensor_uneven", "all_to_all_vc", "reduce_scatter_tensor_uneven"]
 
 
 def all_gather_into_tensor_uneven(
@@ -61,14 +50,15 @@ def all_gather_into_tensor_uneven(
     if (is_compiling() or type(output) is not Tensor or type(input) is not Tensor) and is_traced(group, output, input):
         if async_op:
             return untraced(all_gather_into_tensor_uneven, output, input, output_split_sizes, group)
-        return _ops.all_gather_into_tensor_uneven_(output, input, numbers(output_split_sizes), group_name(group))
-    found, ours = find(group)
-    if found is None:
+        return _operators.all_gather_into_tensor_uneven_(output, input, as_list(output_split_sizes), group_name(group))
+    check_tensors(output, input)
+    transport = find(group, output)
+    if transport is None:
         return _warn_outside("all_gather_into_tensor_uneven")
-    counts = check_whole_and_part(found, ours, output, input, output_split_sizes, True)
+    counts = check_whole_and_part(group, transport.rank, transport.size, output, input, output_split_sizes, True)
     if input.requires_grad:
         _warn_no_autograd("all_gather_into_tensor_uneven")
-    return run_all_gather(found, ours, output, input, counts, async_op)
+    return result(group, transport.all_gather(output, input, counts, None, async_op), output)
 
 
 def reduce_scatter_tensor_uneven(
@@ -93,18 +83,19 @@ def reduce_scatter_tensor_uneven(
     if (is_compiling() or type(output) is not Tensor or type(input) is not Tensor) and is_traced(group, output, input):
         if async_op:
             return untraced(reduce_scatter_tensor_uneven, output, input, input_split_sizes, op, group)
-        return _ops.reduce_scatter_tensor_uneven_(
-            output, input, numbers(input_split_sizes), op_name(op), group_name(group)
+        return _operators.reduce_scatter_tensor_uneven_(
+            output, input, as_list(input_split_sizes), ops.traced_name(op), group_name(group)
         )
-    found, ours = find(group)
-    if found is None:
+    check_tensors(output, input)
+    transport = find(group, input)
+    if transport is None:
         return _warn_outside("reduce_scatter_tensor_uneven")
-    if isinstance(input_split_sizes, _REDUCE_OPS):
+    if isinstance(input_split_sizes, ops.TORCH_CLASSES):
         refuse_splits_of(input_split_sizes)
-    counts = check_whole_and_part(found, ours, input, output, input_split_sizes, False)
+    counts = check_whole_and_part(group, transport.rank, transport.size, input, output, input_split_sizes, False)
     if input.requires_grad:
         _warn_no_autograd("reduce_scatter_tensor_uneven")
-    return run_reduce_scatter(found, ours, output, input, counts, op, async_op)
+    return result(group, transport.reduce_scatter(output, input, counts, op, None, None, async_op), output)
 
 
 def all_to_all_vc(
@@ -126,91 +117,15 @@ def all_to_all_vc(
     if (is_compiling() or type(output) is not Tensor or type(input) is not Tensor) and is_traced(group, output, input):
         if async_op:
             return untraced(all_to_all_vc, output, input, send_count_matrix, group)
-        return _ops.all_to_all_vc_(output, input, flat(send_count_matrix), group_name(group))
-    found, _ = find(group)
-    if found is None:
+        return _operators.all_to_all_vc_(output, input, flat_matrix(send_count_matrix), group_name(group))
+    check_tensors(output, input)
+    transport = find(group, input)
+    if transport is None:
         return _warn_outside("all_to_all_vc")
-    rows, rank = check_exchange(found, output, input, send_count_matrix)
+    counts = check_exchange(group, transport.rank, transport.size, output, input, send_count_matrix)
     if input.requires_grad:
         _warn_no_autograd("all_to_all_vc")
-    return run_all_to_all(found, output, input, rows, rank, async_op)
-
-
-# -- running what has been checked; comm_func and the operators of torch.compile come in here
-
-
-def run_all_gather(
-    group: ProcessGroup | Group,
-    ours: Group | None,
-    output: Tensor,
-    input: Tensor,
-    counts: Sequence[int],
-    async_op: bool = False,
-) -> Any:
-    """All-gather of checked tensors; ``counts`` are elements per rank, ``ours`` is ``native(group)``."""
-    if ours is not None:
-        handle = ours.all_gather(output, input, counts, async_op=async_op)
-        return None if handle is None else work_of(group, handle, output)
-    assert not isinstance(group, Group)
-    composition = composition_of(group, output.device)
-    return _with(output, composition.all_gather(_flat(output), _flat(input), counts, async_op))
-
-
-def run_reduce_scatter(
-    group: ProcessGroup | Group,
-    ours: Group | None,
-    output: Tensor,
-    input: Tensor,
-    counts: Sequence[int],
-    op: Any = ReduceOp.SUM,
-    async_op: bool = False,
-) -> Any:
-    """Reduce-scatter of checked tensors; ``counts`` are elements per rank, ``ours`` is ``native(group)``."""
-    if ours is not None:
-        handle = ours.reduce_scatter(output, input, counts, op, async_op=async_op)
-        return None if handle is None else work_of(group, handle, output)
-    code, factor = _reduce_op(op, None)
-    assert not isinstance(group, Group)
-    composition = composition_of(group, output.device)
-    return _with(output, composition.reduce_scatter(_flat(output), _flat(input), counts, code, factor, async_op))
-
-
-def run_all_to_all(
-    group: ProcessGroup | Group,
-    output: Tensor,
-    input: Tensor,
-    rows: Sequence[Sequence[int]],
-    rank: int,
-    async_op: bool = False,
-) -> Any:
-    """Exchange of checked tensors; ``rows[i][j]`` are the elements that rank i sends to rank j."""
-    output_counts = [row[rank] for row in rows]
-    ours = native(group)
-    if ours is not None:
-        handle = ours.all_to_all(output, input, output_counts, rows[rank], async_op=async_op)
-        return None if handle is None else work_of(group, handle, output)
-    assert not isinstance(group, Group)
-    matrix = [n for row in rows for n in row]
-    composition = composition_of(group, output.device)
-    work = composition.all_to_all(_flat(output), _flat(input), output_counts, rows[rank], matrix, async_op)
-    return _with(output, work)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)
-
-
-def _with(output: Tensor, work: Any) -> Any:
-    """The work of a composition, with the output in the caller's shape as its result."""
-    if isinstance(work, (DrivenWork, JoinedWork)):
-        work.output = output
-    return work
-
-
-def work_of(group: ProcessGroup | Group, handle: Handle, output: Tensor) -> Any:
-    """What an asynchronous call on a unisono group returns: a torch Work on a process group, the Handle on a Group."""
-    make = getattr(face(group), "work_of", None)
-    return handle if make is None else make(handle, output)
+    return result(group, transport.all_to_all(output, input, *counts, None, async_op), output)
 
 
 def _warn_outside(verb: str) -> None:

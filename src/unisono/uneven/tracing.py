@@ -7,37 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 from torch.nn import Parameter
 
+from ..base.handle import Finished, Handle
+from ..base.work import Work
 from ..group.group import Group
 from ..group.names import GroupLike
-from ..transport.composed_work import JoinedWork
-
-_OPS = tuple(
-    (getattr(ReduceOp, name.upper()), name)
-    for name in (
-        "sum",
-        "avg",
-        "product",
-        "min",
-        "max",
-        "band",
-        "bor",
-        "bxor",
-    )
-)
-
-
-def op_name(op: Any) -> str:
-    """The name of a reduce operation; written for torch.compile to read."""
-    if isinstance(op, str):
-        return op
-    # By identity: of a look-up in a dict torch.compile keeps the first answer for all later ops.
-    for known, name in _OPS:
-        if op is known:
-            return name
-    raise ValueError("under torch.compile, 'op' must be a name or a constant such as ReduceOp.SUM")
 
 
 def group_name(group: GroupLike) -> str:
@@ -51,16 +26,16 @@ def group_name(group: GroupLike) -> str:
     return group.group_name
 
 
-def numbers(like: Any) -> list[Any]:
+def as_list(like: Any) -> list[Any]:
     """Splits or counts as a list, in which torch.compile may keep symbols."""
     if like is None:
         return []
     return list(like) if isinstance(like, (list, tuple)) else like.tolist()
 
 
-def flat(matrix: Any) -> list[Any]:
+def flat_matrix(matrix: Any) -> list[Any]:
     """A matrix of counts as one list."""
-    return [n for row in numbers(matrix) for n in (row if isinstance(row, (list, tuple)) else [row])]
+    return [n for row in as_list(matrix) for n in (row if isinstance(row, (list, tuple)) else [row])]
 
 
 def is_traced(group: GroupLike, *tensors: Tensor) -> bool:
@@ -78,7 +53,7 @@ def untraced(function: Callable[..., Any], output: Tensor, *arguments: Any) -> A
     if type(output) is Tensor or isinstance(output, Parameter):
         return torch.compiler.disable(function)(output, *arguments, True)  # type: ignore[no-untyped-call]
     function(output, *arguments, False)
-    return JoinedWork([], output)
+    return Work((Handle(Finished(), function.__name__, output),), [output])
 
 
 untraced._torchdynamo_disable = True  # type: ignore[attr-defined]  # what disable sets, without importing the compiler

@@ -1,4 +1,4 @@
-"""torch.distributed's face of calls that are under way; their futures are completed by the progress thread."""
+"""Handles as torch's Work; their futures are completed by the thread that ends the call."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import _engine_run_backward
 
-from ..base.handle import Handle
-from .strided import Copies
+from .handle import Handle
 
 _NO_LIMIT = timedelta(0)  # torch's word for: wait as long as it takes
 
@@ -25,12 +24,12 @@ class Work(dist.Work):
         handles: Sequence[Handle],
         outputs: Any,
         before_end: Callable[[], None] | None = None,
-        copies: Sequence[Copies] = (),
+        after: Sequence[Callable[[], None]] = (),
     ) -> None:
         super().__init__()
         self._handles = handles
         self._outputs = outputs
-        self._copies = copies  # outputs that are written when the call is over
+        self._after = after  # steps for when the call has gone well, each done once whoever waits
         self._future: torch.futures.Future[Any] | None = None
         if before_end is not None:
             handles[-1].when_done(before_end)
@@ -40,8 +39,8 @@ class Work(dist.Work):
         limit_s = timeout.total_seconds() if timeout > _NO_LIMIT else None
         for handle in self._handles:
             handle.wait(limit_s)
-        for copies in self._copies:
-            copies.write_back()
+        for step in self._after:
+            step()
         return True
 
     def synchronize(self) -> None:
@@ -52,7 +51,7 @@ class Work(dist.Work):
         """Says whether the call is over, well or not."""
         if not all(handle.is_completed() for handle in self._handles):
             return False
-        if self._copies and self.exception() is None:
+        if self._after and self.exception() is None:
             self.wait()
         return True
 
@@ -67,7 +66,7 @@ class Work(dist.Work):
     def result(self) -> list[torch.Tensor]:
         """Waits, then returns the tensors the call has written."""
         self.wait()
-        return flat(self._outputs)
+        return tensors_in(self._outputs)
 
     def source_rank(self) -> int:
         """For a receive that is over: the group rank the message came from."""
@@ -83,21 +82,21 @@ class Work(dist.Work):
         """
         if self._future is None and self._is_for_compress_hook():
             self.wait()
-            self._future = cast("torch.futures.Future[Any]", torch._C.fork(lambda: flat(self._outputs)))
+            self._future = cast("torch.futures.Future[Any]", torch._C.fork(lambda: tensors_in(self._outputs)))
         elif self._future is None:
             over: torch.futures.Future[Any] = torch.futures.Future()
             self._future = over.then(lambda _: self._result_or_raise())
-            self._after(0, lambda: over.set_result(True))
+            self._when_over(0, lambda: over.set_result(True))
         return self._future
 
-    def _after(self, i: int, callback: Callable[[], None]) -> None:
+    def _when_over(self, i: int, callback: Callable[[], None]) -> None:
         """Has ``callback`` called when the calls from the i-th on are over; messages may end in any order."""
         while i < len(self._handles) and self._handles[i].is_completed():
             i += 1
         if i == len(self._handles):
             callback()
         else:
-            self._handles[i].when_done(lambda: self._after(i + 1, callback))
+            self._handles[i].when_done(lambda: self._when_over(i + 1, callback))
 
     def _is_for_compress_hook(self) -> bool:
         """Whether DDP's C++ FP16_COMPRESS hook may be asking.
@@ -120,11 +119,11 @@ class Work(dist.Work):
         return self._outputs
 
 
-def flat(outputs: Any) -> list[torch.Tensor]:
+def tensors_in(outputs: Any) -> list[torch.Tensor]:
     """The tensors of lists of lists."""
     if isinstance(outputs, torch.Tensor):
         return [outputs]
-    return [tensor for part in outputs for tensor in flat(part)]
+    return [tensor for part in outputs for tensor in tensors_in(part)]
 
 
 #: What a synchronous call returns: it is over.

@@ -1,0 +1,72 @@
+"""Groups as a user writes them: which one is meant, its transport, ranks in it, and what an asynchronous call returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..base.handle import Handle
+from ..base.work import Work
+from ..group.group import Group
+from ..group.names import GroupLike, global_ranks, name_of, rank_and_size, resolve
+from ..transport.find import find
+from ..transport.protocol import Transport
+
+
+def member(function: str, group: GroupLike) -> ProcessGroup | Group:
+    """The group that is meant, which this process must be in: elsewhere there is no result to return."""
+    found = resolve(group)
+    if found is None:
+        raise _outside(function, group)
+    return found
+
+
+def transport(function: str, group: GroupLike, tensor: Tensor) -> Transport:
+    """The transport for this tensor on the group that is meant, which this process must be in."""
+    found = find(group, tensor)
+    if found is None:
+        raise _outside(function, group)
+    return found
+
+
+def _outside(function: str, group: GroupLike) -> ValueError:
+    words = f"the group {group!r}" if isinstance(group, str) else "the group"
+    return ValueError(f"For {function}, this process must be in {words}, and it is not")
+
+
+def group_rank(function: str, argument: str, rank: Any, group: GroupLike) -> int:
+    """The rank in the group of a process given by its global rank, as torch and MindSpore count ``src`` and ``dst``."""
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        raise TypeError(f"For {function}, the {argument} must be int\n  got {type(rank).__name__}")
+    ranks = global_ranks(member(function, group))
+    if 0 <= rank < len(ranks) and ranks[rank] == rank:  # so it is in the default group
+        return rank
+    if rank not in ranks:
+        raise ValueError(f"For {function}, the {argument} must be one of the group's ranks {list(ranks)}, got {rank}")
+    return ranks.index(rank)
+
+
+def place(function: str, group: GroupLike) -> tuple[int, int, str]:
+    """This process's rank in the group, the group's size, and the name by which an operator finds it when it runs."""
+    found = member(function, group)
+    if found is dist.group.WORLD:
+        name = ""  # whatever is the default group when the operator runs
+    else:
+        name = group if isinstance(group, str) else name_of(found)
+    return (*rank_and_size(found), name)
+
+
+# torch.compile runs these while it traces and puts what they say into the graph. (torch.compiler.assume_constant_result
+# does the same, and would import all of the compiler.)
+for _function in (group_rank, place):
+    setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
+
+
+def result(group: GroupLike, handle: Handle | None, output: Any) -> Any:
+    """What a call of torch's kind returns: None when it is over, else a Work, or the Handle itself for a Group."""
+    if handle is None or isinstance(resolve(group), Group):
+        return handle
+    return Work((handle,), [output])

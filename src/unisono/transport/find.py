@@ -1,0 +1,76 @@
+"""Which transport a call takes: the one place that knows what kinds of groups there are.
+
+It follows from the group and the tensor's device: our own groups have the core, which is the group's communicator; for
+others it follows from the name of their backend, which is the same on all ranks, and is remembered as long as the
+group lives.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import GroupMember
+
+from ..group.group import Group
+from ..group.names import GroupLike, devices_of, native, resolve
+from .backend import BackendTransport
+from .gloo import GlooTransport
+from .lists import AscendTransport, ListsTransport
+from .protocol import Transport
+from .rooted import RootedTransport
+
+_known: weakref.WeakKeyDictionary[ProcessGroup, dict[str, BackendTransport]] = weakref.WeakKeyDictionary()
+
+
+def find(group: GroupLike, tensor: Tensor) -> Transport | None:
+    """The transport for this tensor on this group; None if this process is not in the group."""
+    ours: Group | None = getattr(GroupMember.WORLD if group is None else group, "unisono_group", None)
+    if ours is not None and tensor.is_cpu:
+        return ours.transport
+    found = resolve(group)
+    return None if found is None else _transport_of(found, tensor.device)
+
+
+def find_for_barrier(group: GroupLike) -> Transport | None:
+    """The transport for a call without tensors: the one of CPU tensors, if there are several."""
+    found = resolve(group)
+    if found is None:
+        return None
+    kinds = devices_of(found)
+    return _transport_of(found, torch.device("cpu" if "cpu" in kinds else kinds[0]))
+
+
+def _transport_of(group: Group | ProcessGroup, device: torch.device) -> Transport:
+    ours = native(group)
+    if ours is not None and (device.type == "cpu" or isinstance(group, Group) or not _has(group, device)):
+        return ours.transport  # which says what is wrong with tensors of other devices
+    assert isinstance(group, ProcessGroup)
+    if not _has(group, device):
+        expected = " or ".join(devices_of(group))
+        raise RuntimeError(f"Tensors must be on a supported device\n  expected {expected}, got a tensor on {device}")
+    by_device = _known.setdefault(group, {})
+    transport = by_device.get(device.type)
+    if transport is None:
+        transport = by_device[device.type] = _make(group, device)
+    return transport
+
+
+def _has(group: ProcessGroup, device: torch.device) -> bool:
+    return any(known.type == device.type for known in group._device_types)
+
+
+def _make(pg: ProcessGroup, device: torch.device) -> BackendTransport:
+    name = pg._get_backend(device).name().lower()
+    if name == "gloo" and device.type == "cpu":
+        return GlooTransport(pg)
+    if name == "hccl":
+        native_calls = getattr(sys.modules.get("torch_npu"), "distributed", None)
+        if all(hasattr(native_calls, verb) for verb in AscendTransport.CALLS):
+            return AscendTransport(pg, native_calls)
+    if name in ("nccl", "hccl", "xccl"):
+        return ListsTransport(pg)
+    return RootedTransport(pg, keeps_input=name in ("mpi", "ucc"))

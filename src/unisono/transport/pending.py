@@ -1,0 +1,169 @@
+"""Calls under way on other torch backends: works of the backend, and calls that a thread of ours carries out."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDone
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+_LINGER_S = 2.0  # how long the end of the process waits for calls under way
+
+Step = Callable[[], None]
+
+
+class WorksPending:
+    """Works of a torch backend that end as one call; ``after`` runs once, when all have gone well."""
+
+    def __init__(self, works: Sequence[dist.Work], after: Step | None = None) -> None:
+        self._works = list(works)
+        self._first: Any = works[0] if works else None
+        self._after = after
+        self._error: Exception | None = None
+        self._over = False
+        self._turn = threading.Lock()
+
+    def done(self) -> bool:
+        """Says whether the call is over; some backends know only after a wait."""
+        if not self._over and all(work.is_completed() for work in list(self._works)):
+            self.wait(0.0)  # for what is left to do after the works
+        return self._over
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits; False if the call is not over after ``timeout_s``."""
+        end = time.monotonic() + timeout_s
+        # One thread at a time: gloo's receive would take a second wait for that of another message.
+        if not self._turn.acquire(timeout=timeout_s or -1):
+            return False
+        try:
+            while not self._over and self._works:
+                if not self._wait_for(self._works[0], max(end - time.monotonic(), 1e-3) if timeout_s else 0.0):
+                    return False
+                self._works.pop(0)
+            if not self._over:
+                self._end()
+            return True
+        finally:
+            self._turn.release()
+
+    def _wait_for(self, work: dist.Work, timeout_s: float) -> bool:
+        try:
+            if timeout_s:
+                work.wait(timedelta(seconds=timeout_s))  # torch counts milliseconds, and 0 is no limit
+            else:
+                work.wait()
+        except Exception as error:
+            if timeout_s and not work.is_completed():
+                return False
+            self._error, self._over = error, True
+        return True
+
+    def _end(self) -> None:
+        try:
+            if self._after is not None:
+                self._after()
+        except Exception as error:
+            self._error = error
+        self._over = True
+
+    def error(self) -> Exception | None:
+        """What went wrong, None if nothing did or the call still runs."""
+        self.done()
+        return self._error
+
+    def on_done(self, callback: Step, /) -> None:
+        """Calls back from a thread that waits: not every backend has a future for every call."""
+
+        def watch() -> None:
+            self.wait(0.0)
+            callback()
+
+        threading.Thread(target=watch, name="unisono-work", daemon=True).start()
+
+    @property
+    def source(self) -> int:
+        """For a receive that is over: the rank the message came from."""
+        return int(self._first._source_rank())
+
+
+class ThreadPending:
+    """A call whose rest is carried out by a :class:`ProgressThread`."""
+
+    source = -1
+
+    def __init__(self) -> None:
+        self.end: Future[None] = Future()
+
+    def done(self) -> bool:
+        """Says whether the call is over."""
+        return self.end.done()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits; False if the call is not over after ``timeout_s``."""
+        try:
+            self.end.exception(timeout_s or None)
+        except NotDone:
+            return False
+        return True
+
+    def error(self) -> Exception | None:
+        """What went wrong, None if nothing did or the call still runs."""
+        return self.end.exception() if self.end.done() else None  # type: ignore[return-value]
+
+    def on_done(self, callback: Step, /) -> None:
+        """Calls back from the progress thread, or now if the call is over."""
+        self.end.add_done_callback(lambda _: callback())
+
+
+class ProgressThread:
+    """Carries calls out in the order they were begun; the thread lives while there are any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: deque[tuple[Step, ThreadPending]] = deque()
+        self._thread: threading.Thread | None = None
+
+    def carry_out(self, rest: Step) -> ThreadPending:
+        """Has the rest of a call done by the thread."""
+        pending = ThreadPending()
+        with self._lock:
+            self._calls.append((rest, pending))
+            if self._thread is None:
+                # A daemon, so that a peer that never answers does not keep the process from ending.
+                self._thread = threading.Thread(target=self._run, name="unisono-progress", daemon=True)
+                _running.add(self._thread)
+                self._thread.start()
+        return pending
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._calls:
+                    _running.discard(threading.current_thread())
+                    self._thread = None
+                    return
+                rest, pending = self._calls.popleft()
+            try:
+                rest()
+            except BaseException as error:
+                pending.end.set_exception(error)
+            else:
+                pending.end.set_result(None)
+            del rest, pending  # the tensors are the caller's again, also while this thread lives on
+
+
+_running: set[threading.Thread] = set()
+
+
+@atexit.register
+def _end_all() -> None:
+    deadline = time.monotonic() + _LINGER_S
+    for thread in list(_running):
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,109 @@
+"""What every way of moving data offers: one method per verb, on one group.
+
+An adapter reads what a user wrote (``unisono.calls``), finds the group's transport (:func:`unisono.transport.find`)
+and calls one verb of it. Transports are
+
+    unisono._core.Communicator   the core, on groups of ours; the protocol is its Python interface
+    GlooTransport                gloo: send and receive in place
+    ListsTransport               nccl, hccl, xccl: list forms that take unequal tensors
+    RootedTransport              any other backend: one broadcast, or one reduce, per rank
+
+A new one is a file beside these and a line in ``find.py``; the tests in ``tests/transports`` take it by its name.
+
+Words: tensors are contiguous and of one dtype; ``counts`` are elements per rank, None for equal parts; ``op`` is a
+name, a torch ReduceOp or a number, as ``_core.read_op`` reads it; ranks are ranks in the group; ``timeout_s`` None is
+the group's. A verb returns None when the call is over, or with ``async_op`` a Handle. Arguments are passed by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from ..base.handle import Handle
+
+if TYPE_CHECKING:
+    from .. import _core
+
+Counts = Sequence[int] | None
+Tensors = Tensor | Sequence[Tensor]
+
+
+class Transport(Protocol):
+    """The verbs of one group."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def cache_bytes(self) -> int:
+        """The cache that all ranks share; pieces of fused products are cut to fit it. 0: do not cut."""
+
+    def all_reduce(
+        self, tensor: Tensor, out: Tensor | None, op: Any, factor: float | None, timeout_s: float | None,
+        async_op: bool, /,
+    ) -> Handle | None:  # fmt: skip
+        """Combines ``tensor`` over all ranks into ``out``, or in place."""
+
+    def reduce(
+        self, tensor: Tensor, root: int, out: Tensor | None, op: Any, factor: float | None, timeout_s: float | None,
+        async_op: bool, /,
+    ) -> Handle | None:  # fmt: skip
+        """As all_reduce, on the root only; other ranks' tensors stay as they are."""
+
+    def broadcast(self, tensor: Tensor, root: int, timeout_s: float | None, async_op: bool, /) -> Handle | None: ...
+
+    def all_gather(
+        self, output: Tensors, input: Tensor, counts: Counts, timeout_s: float | None, async_op: bool, /
+    ) -> Handle | None: ...
+
+    def reduce_scatter(
+        self, output: Tensor, input: Tensors, counts: Counts, op: Any, factor: float | None, timeout_s: float | None,
+        async_op: bool, /,
+    ) -> Handle | None: ...  # fmt: skip
+
+    def gather(
+        self, output: Tensors | None, input: Tensor, root: int, counts: Counts, timeout_s: float | None,
+        async_op: bool, /,
+    ) -> Handle | None: ...  # fmt: skip
+
+    def scatter(
+        self, output: Tensor, input: Tensors | None, root: int, counts: Counts, timeout_s: float | None,
+        async_op: bool, /,
+    ) -> Handle | None: ...  # fmt: skip
+
+    def all_to_all(
+        self, output: Tensors, input: Tensors, output_counts: Counts, input_counts: Counts, timeout_s: float | None,
+        async_op: bool, /,
+    ) -> Handle | None: ...  # fmt: skip
+
+    def barrier(self, timeout_s: float | None, async_op: bool, /) -> Handle | None: ...
+
+    def send(self, tensor: Tensor, dst: int, tag: int, timeout_s: float | None, async_op: bool, /) -> Any: ...
+
+    def recv(self, tensor: Tensor, src: int | None, tag: int, timeout_s: float | None, async_op: bool, /) -> Any:
+        """Returns the source's rank, or with ``async_op`` a Handle."""
+
+    def matmul_reduce(
+        self, products: Tensor, output: Tensor, op: Any, scale: float, residual: Tensor | None, counts: Counts,
+        hash: int, words: Callable[[], str], timeout_s: float | None, /,
+    ) -> Handle | None:  # fmt: skip
+        """Reduces products, scales, adds the residual and rounds once into ``output``.
+
+        With ``counts`` (outputs × ranks) each rank gets its part only. ``hash`` stands for what must be equal on all
+        ranks, ``words`` say it in an error. The tensors are made by :meth:`new_rows`. A transport that reduces in the
+        background returns a Handle; the products must stay as they are until it is done.
+        """
+
+    def new_like(self, tensor: Tensor, /) -> Tensor | None:
+        """A new tensor of this shape and dtype, for an output; None if the tensor is not contiguous, dense, plain."""
+
+    def new_rows(self, tensor: Tensor, rows: int, /) -> Tensor | None:
+        """As :meth:`new_like`, with another number of rows; a number counts as one row."""
+
+
+if TYPE_CHECKING:
+    _core_is_one: type[Transport] = _core.Communicator
