@@ -50,8 +50,9 @@ def all_reduce(
         # All of what follows in one step of the core, for the sake of small tensors.
         own = native(GroupMember.WORLD if group is None else group)
         if own is not None and op in OP_CODES:
-            out = own._comm.all_reduced(tensor, OP_CODES[op])
+            out = own._comm.new_like(tensor)
             if out is not None:
+                own._comm.all_reduce(tensor, out, op, None, None, False)
                 return out, None
     if not isinstance(tensor, Tensor):
         no_tensor("all_reduce", tensor)

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup, ReduceOp
 
+from .. import _core
 from ..base.handle import Handle
 from ..calls.splits import SplitsLike, check_exchange, check_whole_and_part, refuse_splits_of
-from ..group.group import Group, _reduce_op
+from ..group.group import Group
 from ..group.names import GroupLike, face, find, native
 from ..transport.composed_work import DrivenWork, JoinedWork
 from ..transport.compositions import composition_of
@@ -169,7 +170,7 @@ def run_reduce_scatter(
     if ours is not None:
         handle = ours.reduce_scatter(output, input, counts, op, async_op=async_op)
         return None if handle is None else work_of(group, handle, output)
-    code, factor = _reduce_op(op, None)
+    code, factor = _core.read_op(op)
     assert not isinstance(group, Group)
     composition = composition_of(group, output.device)
     return _with(output, composition.reduce_scatter(_flat(output), _flat(input), counts, code, factor, async_op))
