@@ -1,12 +1,8 @@
 // The Python module unisono._core. With communicator.h and pending.h the only code that knows both Python's objects and
 // the core. Numbers of enums come from the tables at the end.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/unique_ptr.h>
-#include <nanobind/stl/vector.h>
 
+#include "group/join.h"
 #include "kernels/gemm.h"
 #include "kernels/reduce.h"
 #include "python/communicator.h"
@@ -61,7 +57,7 @@ nb::object empty(const std::vector<int64_t>& shape, int code, int bits) {
 
 nb::object empty_like(nb::handle other) {
   Failure failure;
-  nb::object tensor = make_twin(other, failure).made;
+  nb::object tensor = make_like(other, -1, failure);
   if (!tensor.is_valid()) raise(failure, "", -1);
   return tensor;
 }
@@ -70,7 +66,7 @@ nb::object empty_like(nb::handle other) {
 void combine(nb::handle output, nb::list inputs, int op, const std::vector<double>& factors) {
   View out = view_tensor(output, "output");
   Call call;
-  set_reduction(call, output, out.dtype, op, 1.0);
+  set_reduction(call, output, out.dtype, {static_cast<RedOp>(op), 1.0});
   std::vector<const void*> sources;
   for (nb::handle input : inputs) {
     View in = view_tensor(input, "inputs");
@@ -159,14 +155,26 @@ NB_MODULE(_core, m) {
   using namespace unisono;
   python_interrupted = check_python_signals;
 
-  m.def("setup", [](nb::handle tensor_type, nb::object make_error, nb::object call_site, uint64_t heap_max,
-                    int64_t spin_us, uint64_t fork_copy_max) {
-    learn_tensor_type(tensor_type);
-    hooks = {std::move(make_error), std::move(call_site)};
-    if (heap_max) set_heap_capacity(heap_max);
-    if (spin_us >= 0) spin_ns = spin_us * 1000;
-    set_fork_copy_max(fork_copy_max);
-  });
+  m.def(
+      "setup",
+      [](nb::handle tensor, nb::handle reduce_op, nb::object handle, nb::object make_error, nb::object call_site,
+         uint64_t heap_max, int64_t spin_us, uint64_t fork_copy_max) {
+        learn_tensor_type(tensor);
+        learn_reduce_ops(reduce_op);
+        hooks = {std::move(make_error), std::move(call_site), std::move(handle)};
+        if (heap_max) set_heap_capacity(heap_max);
+        if (spin_us >= 0) spin_ns = spin_us * 1000;
+        set_fork_copy_max(fork_copy_max);
+      },
+      nb::kw_only(), "tensor"_a, "reduce_op"_a, "handle"_a, "make_error"_a, "call_site"_a, "heap_max"_a, "spin_us"_a,
+      "fork_copy_max"_a);
+  m.def(
+      "read_op",
+      [](nb::handle op, nb::handle factor) {
+        OpAndFactor reduction = read_op(op, factor);
+        return nb::make_tuple(static_cast<int>(reduction.op), reduction.factor);
+      },
+      "op"_a.none(), "factor"_a.none() = nb::none());
   m.def("empty", &unisono::empty);
   m.def("empty_like", &unisono::empty_like);
   m.def("is_shared", [](nb::handle t) {
@@ -183,7 +191,7 @@ NB_MODULE(_core, m) {
       if (name == isa_name(isa)) return set_isa(isa);
     return false;
   });
-  m.def("bury", &Pending::bury);
+  m.def("reap", &Pending::reap);
   m.def("multiply", &multiply_pairs, "a"_a, "b"_a, "columns"_a, "c"_a, "bias"_a.none());
   m.def("pack_panels", &pack_into);
   m.def("panel_columns", &panel_columns);
@@ -209,31 +217,36 @@ NB_MODULE(_core, m) {
       .def_prop_ro("name", &Communicator::name)
       .def_prop_ro("staged_bytes", &Communicator::staged_bytes)
       .def_prop_ro("calls", &Communicator::calls)
-      .def_prop_ro("crowded", &Communicator::crowded)
       .def_prop_ro("id", &Communicator::id)
       .def_prop_ro("cache_bytes", &Communicator::cache_bytes)
       .def_prop_ro("pids", &Communicator::pids)
       .def("rename", &Communicator::rename)
-      .def("barrier", &Communicator::barrier)
-      .def("all_reduce", &Communicator::all_reduce, "tensor"_a, "out"_a.none(), "op"_a, "factor"_a, "timeout_s"_a,
-           "async"_a)
-      .def("all_reduced", &Communicator::all_reduced)
-      .def("reduce", &Communicator::reduce, "tensor"_a, "root"_a, "out"_a.none(), "op"_a, "factor"_a, "timeout_s"_a,
-           "async"_a)
-      .def("broadcast", &Communicator::broadcast)
-      .def("all_gather", &Communicator::all_gather, "output"_a, "input"_a, "counts"_a.none(), "timeout_s"_a, "async"_a)
-      .def("reduce_scatter", &Communicator::reduce_scatter, "output"_a, "input"_a, "counts"_a.none(), "op"_a,
-           "factor"_a, "timeout_s"_a, "async"_a)
-      .def("gather", &Communicator::gather, "output"_a.none(), "input"_a, "root"_a, "counts"_a.none(), "timeout_s"_a,
-           "async"_a)
-      .def("scatter", &Communicator::scatter, "output"_a, "input"_a.none(), "root"_a, "counts"_a.none(), "timeout_s"_a,
-           "async"_a)
-      .def("all_to_all", &Communicator::all_to_all, "output"_a, "input"_a, "output_counts"_a.none(),
-           "input_counts"_a.none(), "timeout_s"_a, "async"_a)
-      .def("matmul_reduce", &Communicator::matmul_reduce, "products"_a, "output"_a, "op"_a, "scale"_a,
-           "residual"_a.none(), "counts"_a.none(), "hash"_a, "words"_a, "timeout_s"_a)
-      .def("send", &Communicator::send)
-      .def("recv", &Communicator::recv, "tensor"_a, "src"_a.none(), "tag"_a, "timeout_s"_a, "async"_a)
+      // None is let through to be refused by name.
+      .def("barrier", &Communicator::barrier, "timeout_s"_a.none(), "async_op"_a)
+      .def("all_reduce", &Communicator::all_reduce, "tensor"_a.none(), "out"_a.none(), "op"_a.none(), "factor"_a.none(),
+           "timeout_s"_a.none(), "async_op"_a)
+      .def("reduce", &Communicator::reduce, "tensor"_a.none(), "root"_a.none(), "out"_a.none(), "op"_a.none(),
+           "factor"_a.none(), "timeout_s"_a.none(), "async_op"_a)
+      .def("broadcast", &Communicator::broadcast, "tensor"_a.none(), "root"_a.none(), "timeout_s"_a.none(),
+           "async_op"_a)
+      .def("all_gather", &Communicator::all_gather, "output"_a.none(), "input"_a.none(), "counts"_a.none(),
+           "timeout_s"_a.none(), "async_op"_a)
+      .def("reduce_scatter", &Communicator::reduce_scatter, "output"_a.none(), "input"_a.none(), "counts"_a.none(),
+           "op"_a.none(), "factor"_a.none(), "timeout_s"_a.none(), "async_op"_a)
+      .def("gather", &Communicator::gather, "output"_a.none(), "input"_a.none(), "root"_a.none(), "counts"_a.none(),
+           "timeout_s"_a.none(), "async_op"_a)
+      .def("scatter", &Communicator::scatter, "output"_a.none(), "input"_a.none(), "root"_a.none(), "counts"_a.none(),
+           "timeout_s"_a.none(), "async_op"_a)
+      .def("all_to_all", &Communicator::all_to_all, "output"_a.none(), "input"_a.none(), "output_counts"_a.none(),
+           "input_counts"_a.none(), "timeout_s"_a.none(), "async_op"_a)
+      .def("matmul_reduce", &Communicator::matmul_reduce, "products"_a.none(), "output"_a.none(), "op"_a.none(),
+           "scale"_a, "residual"_a.none(), "counts"_a.none(), "hash"_a, "words"_a.none(), "timeout_s"_a.none())
+      .def("send", &Communicator::send, "tensor"_a.none(), "dst"_a.none(), "tag"_a.none(), "timeout_s"_a.none(),
+           "async_op"_a)
+      .def("recv", &Communicator::recv, "tensor"_a.none(), "src"_a.none(), "tag"_a.none(), "timeout_s"_a.none(),
+           "async_op"_a)
+      .def("new_like", &Communicator::new_like, "tensor"_a.none())
+      .def("new_rows", &Communicator::new_rows, "tensor"_a.none(), "rows"_a.none())
       .def("close", &Communicator::close)
       .def("abort", &Communicator::abort)
       .def("make_block", &Communicator::make_block)

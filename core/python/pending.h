@@ -2,6 +2,9 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <memory>
@@ -16,8 +19,9 @@ namespace nb = nanobind;
 namespace unisono {
 
 struct Hooks {
-  nb::object make_error;  // (code, verb, seq, group, rank, peers, text, lines, first_cause) -> exception
-  nb::object call_site;   // () -> "train.py:88"
+  nb::object make_error;   // (code, verb, seq, group, rank, peers, text, lines, first_cause) -> exception
+  nb::object call_site;    // () -> "train.py:88"
+  nb::object make_handle;  // (pending, verb, outputs) -> what an asynchronous call returns
 };
 inline Hooks& hooks = *new Hooks;  // never destroyed: threads may outlive the interpreter's objects
 
@@ -66,7 +70,7 @@ class Pending {
   Pending& operator=(const Pending&) = delete;
 
   // With the GIL held: gives back what finished calls without a handle kept alive.
-  static void bury() {
+  static void reap() {
     auto& list = orphans();
     for (size_t i = 0; i < list.size();) {
       if (!list[i].first->done.load(std::memory_order_acquire)) {

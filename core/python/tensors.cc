@@ -170,42 +170,41 @@ bool is_tensor(nb::handle object) {
   return PyObject_TypeCheck(object.ptr(), tensor_type);
 }
 
-View view_tensor(nb::handle object, const char* argument) {
+View view_tensor(nb::handle object, ArgumentName argument) {
   if (!is_tensor(object))
-    throw nb::type_error(("argument '" + std::string(argument) + "' must be a torch.Tensor, got " +
+    throw nb::type_error(("argument '" + argument.text() + "' must be a torch.Tensor, got " +
                           nb::cast<std::string>(nb::str(object.type().attr("__name__"))))
                              .c_str());
   dlpack::Tensor t;
   if (exchange->view_object(object.ptr(), &t) != 0) {
     // The table knows no such device, layout or dtype; say which in the words of the user.
     PyErr_Clear();
-    throw nb::value_error(("argument '" + std::string(argument) + "' must be a dense CPU tensor, got device " +
+    throw nb::value_error(("argument '" + argument.text() + "' must be a dense CPU tensor, got device " +
                            attribute(object, "device") + ", layout " + attribute(object, "layout") + ", dtype " +
                            attribute(object, "dtype"))
                               .c_str());
   }
   if (t.device.type != dlpack::kCpu)
     throw nb::value_error(
-        ("argument '" + std::string(argument) + "' must be on the CPU, got device " + attribute(object, "device"))
-            .c_str());
+        ("argument '" + argument.text() + "' must be on the CPU, got device " + attribute(object, "device")).c_str());
   View view;
   if (!find_dtype(object, t.dtype, view.dtype))
-    throw nb::type_error(("argument '" + std::string(argument) + "' has dtype " + attribute(object, "dtype") +
-                          ", which unisono does not know")
-                             .c_str());
+    throw nb::type_error(
+        ("argument '" + argument.text() + "' has dtype " + attribute(object, "dtype") + ", which unisono does not know")
+            .c_str());
   view.count = element_count(t);
   if (view.count > 0 && !is_contiguous(t))
-    throw nb::value_error(("argument '" + std::string(argument) + "' must be contiguous, got shape " +
+    throw nb::value_error(("argument '" + argument.text() + "' must be contiguous, got shape " +
                            attribute(object, "shape") + " with strides " +
                            nb::cast<std::string>(nb::str(object.attr("stride")())))
                               .c_str());
   view.data = static_cast<std::byte*>(t.data) + t.byte_offset;
   if (is_lazy(object, view))
-    throw nb::value_error(("argument '" + std::string(argument) +
+    throw nb::value_error(("argument '" + argument.text() +
                            "' is a lazily conjugated or negated view; call resolve_conj() or resolve_neg() first")
                               .c_str());
   if (view.count > 0 && t.data == nullptr)
-    throw nb::value_error(("argument '" + std::string(argument) + "' has no memory (a fake or meta tensor)").c_str());
+    throw nb::value_error(("argument '" + argument.text() + "' has no memory (a fake or meta tensor)").c_str());
   return view;
 }
 
@@ -242,7 +241,7 @@ std::string tensor_words(nb::handle object) {
   }
 }
 
-nb::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype, Failure& failure, std::byte** at) {
+nb::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype, Failure& failure) {
   size_t bytes = dtype.bits * dtype.lanes / 8;
   for (size_t i = 0; i < dims; i++)
     if (__builtin_mul_overflow(bytes, static_cast<size_t>(shape[i]), &bytes)) {
@@ -252,7 +251,6 @@ nb::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype
   auto heap = process_heap(failure);
   void* data = heap ? heap->allocate(bytes, failure) : nullptr;
   if (!data) return {};
-  if (at) *at = static_cast<std::byte*>(data);
   Owner* owner = make_owner(shape, dims, data, dtype);
   owner->block = data;
   owner->heap = heap.get();
@@ -260,20 +258,24 @@ nb::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype
   return to_tensor(owner);
 }
 
-Twin make_twin(nb::handle object, Failure& failure) {
+nb::object make_like(nb::handle object, int64_t rows, Failure& failure) {
   dlpack::Tensor t;
-  Twin twin{{}, nb::none()};
   if (!is_tensor(object) || exchange->view_object(object.ptr(), &t) != 0) {
     PyErr_Clear();
-    return twin;
+    return nb::none();
   }
-  View& v = twin.view;
-  v.count = element_count(t);
-  v.data = static_cast<std::byte*>(t.data) + t.byte_offset;
-  if (t.device.type == dlpack::kCpu && is_contiguous(t) && find_dtype(object, t.dtype, v.dtype) &&
-      !is_lazy(object, v) && (t.data || v.count == 0))
-    twin.made = make_tensor(t.shape, static_cast<size_t>(t.ndim), t.dtype, failure, &twin.at);
-  return twin;
+  View v{nullptr, element_count(t), DType::u8};
+  if (t.device.type != dlpack::kCpu || (v.count > 0 && !is_contiguous(t)) || !find_dtype(object, t.dtype, v.dtype) ||
+      is_lazy(object, v) || (v.count > 0 && !t.data))
+    return nb::none();
+  if (rows < 0) return make_tensor(t.shape, static_cast<size_t>(t.ndim), t.dtype, failure);
+  if (t.ndim == 0) return make_tensor(&rows, 1, t.dtype, failure);
+  constexpr int most = 64;  // torch's own limit
+  if (t.ndim > most) return nb::none();
+  int64_t shape[most];
+  std::copy_n(t.shape, t.ndim, shape);
+  shape[0] = rows;
+  return make_tensor(shape, static_cast<size_t>(t.ndim), t.dtype, failure);
 }
 
 nb::object wrap_bytes(std::byte* data, size_t bytes, std::shared_ptr<void> keep) {

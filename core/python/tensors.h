@@ -3,6 +3,7 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
 #include <string>
 
@@ -70,10 +71,23 @@ struct View {
   size_t bytes() const { return count * dtype_bytes(dtype); }
 };
 
+// An argument as messages call it: its name, and for a tensor of a list its place there. The words are only put
+// together for a message.
+struct ArgumentName {
+  ArgumentName(const char* name, int index = -1) : name(name), index(index) {}
+  std::string text() const {
+    std::string text = name;
+    if (index >= 0) text.append("[").append(std::to_string(index)).append("]");
+    return text;
+  }
+  const char* name;
+  int index;
+};
+
 void learn_tensor_type(nanobind::handle tensor_type);
 bool is_tensor(nanobind::handle object);
 // Raises TypeError or ValueError that names `argument` if it is no dense contiguous CPU tensor of a known dtype.
-View view_tensor(nanobind::handle object, const char* argument);
+View view_tensor(nanobind::handle object, ArgumentName argument);
 // A matrix of float16, bfloat16 or float32 with any strides, for products; the same errors.
 struct MatrixView {
   Matrix matrix;
@@ -84,17 +98,12 @@ MatrixView view_matrix(nanobind::handle object, const char* argument);
 std::string tensor_words(nanobind::handle object);
 
 // A new tensor in this process's heap; null with `failure` filled when memory is short.
-nanobind::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype, Failure& failure,
-                             std::byte** at = nullptr);
+nanobind::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype, Failure& failure);
 
-// A tensor, and a new one in this process's heap with its shape and dtype; null with `failure` filled when memory is
-// short, Python's None if the first is not as view_tensor wants it.
-struct Twin {
-  View view;
-  nanobind::object made;
-  std::byte* at = nullptr;
-};
-Twin make_twin(nanobind::handle object, Failure& failure);
+// A new tensor in this process's heap with the dtype and shape of another, or with `rows` (unless negative) in the
+// place of dimension 0; a tensor without dimensions counts as one row. Null with `failure` filled when memory is short,
+// Python's None if the other is not as view_tensor wants it: check and allocation in one step.
+nanobind::object make_like(nanobind::handle object, int64_t rows, Failure& failure);
 
 // A tensor of bytes over memory that `keep` keeps alive.
 nanobind::object wrap_bytes(std::byte* data, size_t bytes, std::shared_ptr<void> keep);

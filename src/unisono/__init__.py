@@ -14,15 +14,18 @@ import torch as _torch
 
 from . import _core
 from .base import errors, settings
+from .base.handle import Handle as _Handle
 from .version import __version__ as __version__
 
 _core.setup(
-    _torch.Tensor,
-    errors.make_error,
-    errors.call_site,
-    settings.heap_max,
-    settings.spin_us,
-    settings.fork_copy_max,
+    tensor=_torch.Tensor,
+    reduce_op=_torch.distributed.ReduceOp,
+    handle=_Handle,
+    make_error=errors.make_error,
+    call_site=errors.call_site,
+    heap_max=settings.heap_max,
+    spin_us=settings.spin_us,
+    fork_copy_max=settings.fork_copy_max,
 )
 if settings.isa and not _core.set_isa(settings.isa):
     raise ValueError(f"UNISONO_ISA={settings.isa}: this CPU does not have it; leave it empty for the best there is")

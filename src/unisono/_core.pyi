@@ -2,8 +2,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .base.errors import UnisonoError
+from .base.handle import Handle
+
+ReduceOp = str | int | dist.ReduceOp | dist.ReduceOp.RedOpType
 
 VERBS: dict[str, int]
 OPS: dict[str, int]
@@ -14,13 +18,17 @@ SLOT_BYTES: int
 STAGE_BYTES: int
 
 def setup(
-    tensor_type: type[torch.Tensor],
+    *,
+    tensor: type[torch.Tensor],
+    reduce_op: type[dist.ReduceOp],
+    handle: Callable[[Pending, str, Any], Handle],
     make_error: Callable[..., UnisonoError],
     call_site: Callable[[], str],
     heap_max: int,
     spin_us: int,
     fork_copy_max: int,
 ) -> None: ...
+def read_op(op: ReduceOp, factor: float | None = None) -> tuple[int, float]: ...
 def empty(shape: Sequence[int], code: int, bits: int) -> torch.Tensor: ...
 def empty_like(tensor: torch.Tensor) -> torch.Tensor | None: ...
 def is_shared(tensor: torch.Tensor) -> bool: ...
@@ -30,7 +38,7 @@ def heap_usage() -> dict[str, int]: ...
 def memory_available() -> int: ...
 def isa() -> str: ...
 def set_isa(name: str) -> bool: ...
-def bury() -> None: ...
+def reap() -> None: ...
 def multiply(
     a: Sequence[torch.Tensor],
     b: Sequence[torch.Tensor],
@@ -60,94 +68,96 @@ class Communicator:
     name: str
     staged_bytes: int
     calls: int
-    crowded: bool
     id: int
     cache_bytes: int
     pids: list[int]
     def rename(self, name: str, /) -> None: ...
-    def barrier(self, timeout_s: float, run_async: bool, /) -> Pending | None: ...
+    def barrier(self, timeout_s: float | None, async_op: bool) -> Handle | None: ...
     def all_reduce(
         self,
         tensor: torch.Tensor,
         out: torch.Tensor | None,
-        op: int,
-        factor: float,
-        timeout_s: float,
-        run_async: bool,
-        /,
-    ) -> Pending | None: ...
-    def all_reduced(self, tensor: torch.Tensor, op: int, /) -> torch.Tensor | None: ...
+        op: ReduceOp,
+        factor: float | None,
+        timeout_s: float | None,
+        async_op: bool,
+    ) -> Handle | None: ...
     def reduce(
         self,
         tensor: torch.Tensor,
         root: int,
         out: torch.Tensor | None,
-        op: int,
-        factor: float,
-        timeout_s: float,
-        run_async: bool,
-        /,
-    ) -> Pending | None: ...
-    def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float, run_async: bool, /) -> Pending | None: ...
+        op: ReduceOp,
+        factor: float | None,
+        timeout_s: float | None,
+        async_op: bool,
+    ) -> Handle | None: ...
+    def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float | None, async_op: bool) -> Handle | None: ...
     def all_gather(
-        self, output: _Tensors, input: torch.Tensor, counts: Sequence[int] | None, timeout_s: float, run_async: bool, /
-    ) -> Pending | None: ...
+        self,
+        output: _Tensors,
+        input: torch.Tensor,
+        counts: Sequence[int] | None,
+        timeout_s: float | None,
+        async_op: bool,
+    ) -> Handle | None: ...
     def reduce_scatter(
         self,
         output: torch.Tensor,
         input: _Tensors,
         counts: Sequence[int] | None,
-        op: int,
-        factor: float,
-        timeout_s: float,
-        run_async: bool,
-        /,
-    ) -> Pending | None: ...
+        op: ReduceOp,
+        factor: float | None,
+        timeout_s: float | None,
+        async_op: bool,
+    ) -> Handle | None: ...
     def gather(
         self,
         output: _Tensors | None,
         input: torch.Tensor,
         root: int,
         counts: Sequence[int] | None,
-        timeout_s: float,
-        run_async: bool,
-        /,
-    ) -> Pending | None: ...
+        timeout_s: float | None,
+        async_op: bool,
+    ) -> Handle | None: ...
     def scatter(
         self,
         output: torch.Tensor,
         input: _Tensors | None,
         root: int,
         counts: Sequence[int] | None,
-        timeout_s: float,
-        run_async: bool,
-        /,
-    ) -> Pending | None: ...
+        timeout_s: float | None,
+        async_op: bool,
+    ) -> Handle | None: ...
     def all_to_all(
         self,
         output: _Tensors,
         input: _Tensors,
         output_counts: Sequence[int] | None,
         input_counts: Sequence[int] | None,
-        timeout_s: float,
-        run_async: bool,
-        /,
-    ) -> Pending | None: ...
+        timeout_s: float | None,
+        async_op: bool,
+    ) -> Handle | None: ...
     def matmul_reduce(
         self,
         products: torch.Tensor,
         output: torch.Tensor,
-        op: int,
+        op: ReduceOp,
         scale: float,
         residual: torch.Tensor | None,
         counts: Sequence[int] | None,
         hash: int,
         words: Callable[[], str],
-        timeout_s: float,
-        /,
+        timeout_s: float | None,
     ) -> None: ...
-    def send(self, tensor: torch.Tensor, dst: int, tag: int, timeout_s: float, run_async: bool, /) -> Any: ...
-    def recv(self, tensor: torch.Tensor, src: int | None, tag: int, timeout_s: float, run_async: bool, /) -> Any: ...
+    def send(
+        self, tensor: torch.Tensor, dst: int, tag: int, timeout_s: float | None, async_op: bool
+    ) -> Handle | None: ...
+    def recv(
+        self, tensor: torch.Tensor, src: int | None, tag: int, timeout_s: float | None, async_op: bool
+    ) -> Handle | int: ...
+    def new_like(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
+    def new_rows(self, tensor: torch.Tensor, rows: int) -> torch.Tensor | None: ...
     def close(self, reason: str, linger_s: float, /) -> None: ...
     def abort(self, reason: str, /) -> None: ...
     def make_block(self, size: int, /) -> int: ...

@@ -18,7 +18,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
@@ -37,51 +36,9 @@ _by_key: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
 _numbers = Counter()
 
 
-def _reduce_ops() -> dict[Any, int]:
-    names = {name: code for name, code in _core.OPS.items() if name != "none"}
-    table: dict[Any, int] = dict(names)
-    table["prod"] = names["product"]
-    for name, code in names.items():
-        table[getattr(_RedOpType, name.upper())] = code
-    return table
-
-
-_ReduceOp = dist.ReduceOp
-_RedOpType = _ReduceOp.RedOpType
-_OPS = _reduce_ops()
-_PREMUL_SUM = _OPS["premul_sum"]
-_SUM = "sum"
-_PLAIN_SUM = _OPS[_SUM], 1.0
-# A ReduceOp hashes to the number of its type, the quickest way to tell which it is.
-_BY_HASH = {hash(op): code for op, code in _OPS.items() if isinstance(op, _RedOpType)}
-
-
-def _reduce_op(op: Any, factor: float | None) -> tuple[int, float]:
-    """The core's number of a reduce operation, and the factor of a premul_sum."""
-    if op is _SUM and factor is None:
-        return _PLAIN_SUM
-    kind = type(op)  # comparing a ReduceOp, or asking isinstance about it, takes microseconds
-    if kind is _ReduceOp:
-        code: int | None = _BY_HASH[hash(op)]
-        if code == _PREMUL_SUM and factor is None:
-            state: Any = op.__getstate__()
-            factor = float(state[1])
-    else:
-        code = _OPS.get(op) if kind is str or kind is _RedOpType else None
-    if code is None:
-        names = ", ".join(sorted({k for k in _OPS if isinstance(k, str)}))
-        raise ValueError(f"argument 'op' must be one of {names}, or a torch ReduceOp, got {op!r}")
-    if code == _PREMUL_SUM:
-        if factor is None:
-            raise ValueError("argument 'factor' must be given for op 'premul_sum'")
-    elif factor is not None:
-        raise ValueError(f"argument 'factor' belongs to op 'premul_sum', got op {op!r}")
-    return code, 1.0 if factor is None else float(factor)
-
-
 def reduce_op_name(op: Any) -> str:
     """The name of a reduce operation given in any of its forms."""
-    code = _reduce_op(op, None)[0]
+    code = _core.read_op(op)[0]
     return next(name for name, number in _core.OPS.items() if number == code)
 
 
@@ -276,9 +233,7 @@ class Group:
         rank 0  [1, 2]        [11, 22]
         rank 1  [10, 20]  ->  [11, 22]
         """
-        code, factor = _PLAIN_SUM if op is _SUM and factor is None else _reduce_op(op, factor)
-        pending = self._comm.all_reduce(tensor, out, code, factor, timeout_s or 0.0, async_op)
-        return None if pending is None else Handle(pending, "all_reduce", tensor if out is None else out)
+        return self._comm.all_reduce(tensor, out, op, factor, timeout_s, async_op)
 
     def reduce(
         self,
@@ -292,16 +247,13 @@ class Group:
         timeout_s: float | None = None,
     ) -> Handle | None:
         """Combines a tensor over all ranks into the root's tensor (or its ``out``); the others' stay as they are."""
-        code, factor = _reduce_op(op, factor)
-        pending = self._comm.reduce(tensor, root, out, code, factor, timeout_s or 0.0, async_op)
-        return None if pending is None else Handle(pending, "reduce", tensor if out is None else out)
+        return self._comm.reduce(tensor, root, out, op, factor, timeout_s, async_op)
 
     def broadcast(
         self, tensor: torch.Tensor, root: int, *, async_op: bool = False, timeout_s: float | None = None
     ) -> Handle | None:
         """Copies the root's tensor into every other rank's."""
-        pending = self._comm.broadcast(tensor, root, timeout_s or 0.0, async_op)
-        return None if pending is None else Handle(pending, "broadcast", tensor)
+        return self._comm.broadcast(tensor, root, timeout_s, async_op)
 
     def all_gather(
         self,
@@ -319,8 +271,7 @@ class Group:
 
         ``output`` is one tensor, or a list of one tensor per rank. The input may be this rank's own part of the output.
         """
-        pending = self._comm.all_gather(output, input, counts, timeout_s or 0.0, async_op)
-        return None if pending is None else Handle(pending, "all_gather", output)
+        return self._comm.all_gather(output, input, counts, timeout_s, async_op)
 
     def reduce_scatter(
         self,
@@ -340,9 +291,7 @@ class Group:
 
         ``input`` is one tensor, or a list of one tensor per rank. The output may be this rank's own part of the input.
         """
-        code, factor = _reduce_op(op, factor)
-        pending = self._comm.reduce_scatter(output, input, counts, code, factor, timeout_s or 0.0, async_op)
-        return None if pending is None else Handle(pending, "reduce_scatter", output)
+        return self._comm.reduce_scatter(output, input, counts, op, factor, timeout_s, async_op)
 
     def gather(
         self,
@@ -355,8 +304,7 @@ class Group:
         timeout_s: float | None = None,
     ) -> Handle | None:
         """Puts every rank's input behind one another on the root; ``output`` and ``counts`` are read there only."""
-        pending = self._comm.gather(output, input, root, counts, timeout_s or 0.0, async_op)
-        return None if pending is None else Handle(pending, "gather", output)
+        return self._comm.gather(output, input, root, counts, timeout_s, async_op)
 
     def scatter(
         self,
@@ -369,8 +317,7 @@ class Group:
         timeout_s: float | None = None,
     ) -> Handle | None:
         """Gives each rank its part of the root's input; ``input`` and ``counts`` are read on the root only."""
-        pending = self._comm.scatter(output, input, root, counts, timeout_s or 0.0, async_op)
-        return None if pending is None else Handle(pending, "scatter", output)
+        return self._comm.scatter(output, input, root, counts, timeout_s, async_op)
 
     def all_to_all(
         self,
@@ -387,20 +334,17 @@ class Group:
         rank 0  [1, 2]         [1, 10]
         rank 1  [10, 20]   ->  [2, 20]
         """
-        pending = self._comm.all_to_all(output, input, output_counts, input_counts, timeout_s or 0.0, async_op)
-        return None if pending is None else Handle(pending, "all_to_all", output)
+        return self._comm.all_to_all(output, input, output_counts, input_counts, timeout_s, async_op)
 
     def barrier(self, *, async_op: bool = False, timeout_s: float | None = None) -> Handle | None:
         """Returns when every rank has called it."""
-        pending = self._comm.barrier(timeout_s or 0.0, async_op)
-        return None if pending is None else Handle(pending, "barrier", None)
+        return self._comm.barrier(timeout_s, async_op)
 
     def send(
         self, tensor: torch.Tensor, dst: int, tag: int = 0, *, async_op: bool = False, timeout_s: float | None = None
     ) -> Handle | None:
         """Sends a tensor to one rank. Messages with the same tag arrive in order; up to 64 KiB it does not wait."""
-        pending = self._comm.send(tensor, dst, tag, timeout_s or 0.0, async_op)
-        return Handle(pending, "send", tensor) if async_op else None
+        return self._comm.send(tensor, dst, tag, timeout_s, async_op)
 
     def recv(
         self,
@@ -412,8 +356,7 @@ class Group:
         timeout_s: float | None = None,
     ) -> Handle | int:
         """Receives a tensor of the same size and dtype from ``src``, or from anyone; returns the rank it came from."""
-        pending = self._comm.recv(tensor, src, tag, timeout_s or 0.0, async_op)
-        return Handle(pending, "recv", tensor) if async_op else int(pending)
+        return self._comm.recv(tensor, src, tag, timeout_s, async_op)
 
 
 def find_key(key: str) -> Group | None:

@@ -22,7 +22,7 @@ from ..base.counter import Counter
 from ..base.handle import Handle
 from ..base.uncompiled import keep_uncompiled
 from ..group import names as groups
-from ..group.group import Group, _reduce_op
+from ..group.group import Group
 from . import monitor, refusals, sparse
 from .arguments import counts, nested, one, reduction, settled
 from .strided import Copies, is_plain, overlapping
@@ -202,8 +202,7 @@ class Face:
             limit = opts.timeout
             timeout_s = self._timeout_s if limit == _UNSET else limit.total_seconds()
             try:
-                code, factor = _reduce_op(opts.reduceOp, None)
-                self.unisono_group._comm.all_reduce(tensor, None, code, factor, timeout_s, False)
+                self.unisono_group._comm.all_reduce(tensor, None, opts.reduceOp, None, timeout_s, False)
                 return FINISHED
             except (TypeError, ValueError) as error:
                 _raise_refusal("all_reduce", (tensor,), error)

@@ -1,0 +1,429 @@
+// See communicator.h. A synchronous collective allocates nothing here: what was collected lies on the stack, and the
+// words for a mismatch are only put together when there is one.
+#include "python/communicator.h"
+
+#include <algorithm>
+
+#include "group/join.h"
+#include "group/retire.h"
+#include "kernels/finish.h"
+#include "python/tensors.h"
+
+namespace unisono {
+
+// What a verb has read from its arguments.
+struct Communicator::Collected {
+  explicit Collected(Verb verb) { call.verb = verb; }
+  Call call;
+  Parts in, out;            // of multi-part tensors
+  nb::handle tensors[2]{};  // what a mismatch shows of this rank; borrowed
+};
+
+namespace {
+
+std::string call_site() {
+  try {
+    return nb::cast<std::string>(hooks.call_site());
+  } catch (...) {
+    PyErr_Clear();
+    return "";
+  }
+}
+
+// "all_gather  root 1  out parts of [2, 3]  ": what the numbers of a call say.
+std::string call_words(const Call& call, int size) {
+  std::string words = std::string(verb_name(call.verb)) + "  ";
+  if (call.op != RedOp::none) words += std::string(redop_name(call.op)) + "  ";
+  if (call.root >= 0) words += "root " + std::to_string(call.root) + "  ";
+  for (const Part* parts : {call.in_parts, call.out_parts}) {
+    if (!parts) continue;
+    constexpr int most = 16;
+    words += parts == call.in_parts ? "in parts of [" : "out parts of [";
+    for (int r = 0; r < std::min(size, most); r++) words += (r ? ", " : "") + std::to_string(parts[r].count);
+    words += size > most ? ", ...]  " : "]  ";
+  }
+  return words;
+}
+
+bool is_list(nb::handle object) {
+  return PyList_Check(object.ptr()) || PyTuple_Check(object.ptr());
+}
+
+std::string argument_words(nb::handle object) {
+  if (!object.is_valid()) return "";
+  if (is_list(object) && nb::len(object)) return "list of " + std::to_string(nb::len(object));
+  return tensor_words(object);
+}
+
+// Python's objects that must outlive an asynchronous call. Of a list its items, since the user may change the list.
+nb::list keep(std::initializer_list<nb::handle> objects) {
+  nb::list kept;
+  for (nb::handle object : objects) {
+    if (!object.is_valid() || object.is_none()) continue;
+    nb::object held = is_list(object) ? nb::steal(PySequence_Tuple(object.ptr())) : nb::borrow(object);
+    if (!held.is_valid()) nb::raise_python_error();
+    kept.append(held);
+  }
+  return kept;
+}
+
+}  // namespace
+
+Communicator::Communicator(std::shared_ptr<Engine> engine)
+    : engine_(std::move(engine)),
+      size_(engine_->group().size()),
+      rank_(engine_->group().rank()),
+      arguments_(rank_, size_) {}
+
+// The last holder of an engine joins its thread, which may need the GIL for a callback.
+Communicator::~Communicator() {
+  nb::gil_scoped_release release;
+  engine_.reset();
+}
+
+// -- verbs
+
+nb::object Communicator::barrier(nb::handle timeout_s, bool async_op) {
+  Collected c(Verb::barrier);
+  return run(c, timeout_s, async_op, nb::none());
+}
+
+nb::object Communicator::all_reduce(nb::handle tensor, nb::handle out, nb::handle op, nb::handle factor,
+                                    nb::handle timeout_s, bool async_op) {
+  Collected c(Verb::all_reduce);
+  const OpAndFactor reduction = read_op(op, factor);
+  const View in = view_tensor(tensor, "tensor");
+  set_reduction(c.call, tensor, in.dtype, reduction);
+  c.call.count = in.count;
+  c.call.in = in.data;
+  c.call.out = out.is_none() ? in.data : matching_output(out, in);
+  c.tensors[0] = tensor;
+  return run(c, timeout_s, async_op, out.is_none() ? tensor : out);
+}
+
+nb::object Communicator::reduce(nb::handle tensor, nb::handle root, nb::handle out, nb::handle op, nb::handle factor,
+                                nb::handle timeout_s, bool async_op) {
+  Collected c(Verb::reduce);
+  const OpAndFactor reduction = read_op(op, factor);
+  const View in = view_tensor(tensor, "tensor");
+  set_reduction(c.call, tensor, in.dtype, reduction);
+  c.call.root = arguments_.rank_in_group(root, "root");
+  c.call.count = in.count;
+  c.call.in = in.data;
+  if (rank_ == c.call.root) c.call.out = out.is_none() ? in.data : matching_output(out, in);
+  c.tensors[0] = tensor;
+  return run(c, timeout_s, async_op, out.is_none() ? tensor : out);
+}
+
+nb::object Communicator::broadcast(nb::handle tensor, nb::handle root, nb::handle timeout_s, bool async_op) {
+  Collected c(Verb::broadcast);
+  const View view = view_tensor(tensor, "tensor");
+  c.call.dtype = view.dtype;
+  c.call.root = arguments_.rank_in_group(root, "root");
+  c.call.count = view.count;
+  c.call.in = c.call.out = view.data;
+  c.tensors[0] = tensor;
+  return run(c, timeout_s, async_op, tensor);
+}
+
+nb::object Communicator::all_gather(nb::handle output, nb::handle input, nb::handle counts, nb::handle timeout_s,
+                                    bool async_op) {
+  Collected c(Verb::all_gather);
+  const View in = view_tensor(input, "input");
+  arguments_.read_parts(c.out, output, "output", counts, "counts");
+  arguments_.fits(in, "input", c.out, "output");
+  c.call.dtype = in.dtype;
+  c.call.count = in.count;
+  c.call.in = in.data;
+  c.tensors[0] = output;
+  c.tensors[1] = input;
+  return run(c, timeout_s, async_op, output);
+}
+
+nb::object Communicator::reduce_scatter(nb::handle output, nb::handle input, nb::handle counts, nb::handle op,
+                                        nb::handle factor, nb::handle timeout_s, bool async_op) {
+  Collected c(Verb::reduce_scatter);
+  const OpAndFactor reduction = read_op(op, factor);
+  const View out = view_tensor(output, "output");
+  arguments_.read_parts(c.in, input, "input", counts, "counts");
+  arguments_.fits(out, "output", c.in, "input");
+  set_reduction(c.call, output, out.dtype, reduction);
+  c.call.count = out.count;
+  c.call.out = out.data;
+  c.tensors[0] = output;
+  c.tensors[1] = input;
+  return run(c, timeout_s, async_op, output);
+}
+
+nb::object Communicator::gather(nb::handle output, nb::handle input, nb::handle root, nb::handle counts,
+                                nb::handle timeout_s, bool async_op) {
+  Collected c(Verb::gather);
+  const View in = view_tensor(input, "input");
+  c.call.dtype = in.dtype;
+  c.call.root = arguments_.rank_in_group(root, "root");
+  c.call.count = in.count;
+  c.call.in = in.data;
+  if (rank_ == c.call.root) {
+    arguments_.read_parts(c.out, output, "output", counts, "counts");
+    arguments_.fits(in, "input", c.out, "output");
+  }
+  c.tensors[0] = output;
+  c.tensors[1] = input;
+  return run(c, timeout_s, async_op, output);
+}
+
+nb::object Communicator::scatter(nb::handle output, nb::handle input, nb::handle root, nb::handle counts,
+                                 nb::handle timeout_s, bool async_op) {
+  Collected c(Verb::scatter);
+  const View out = view_tensor(output, "output");
+  c.call.dtype = out.dtype;
+  c.call.root = arguments_.rank_in_group(root, "root");
+  c.call.count = out.count;
+  c.call.out = out.data;
+  if (rank_ == c.call.root) {
+    arguments_.read_parts(c.in, input, "input", counts, "counts");
+    arguments_.fits(out, "output", c.in, "input");
+  }
+  c.tensors[0] = output;
+  c.tensors[1] = input;
+  return run(c, timeout_s, async_op, output);
+}
+
+nb::object Communicator::all_to_all(nb::handle output, nb::handle input, nb::handle output_counts,
+                                    nb::handle input_counts, nb::handle timeout_s, bool async_op) {
+  Collected c(Verb::all_to_all);
+  arguments_.read_parts(c.out, output, "output", output_counts, "output_counts");
+  arguments_.read_parts(c.in, input, "input", input_counts, "input_counts");
+  arguments_.fit(c.out, c.in);
+  c.call.dtype = c.in.dtype;
+  c.tensors[0] = output;
+  c.tensors[1] = input;
+  return run(c, timeout_s, async_op, output);
+}
+
+nb::object Communicator::send(nb::handle tensor, nb::handle dst, nb::handle tag, nb::handle timeout_s, bool async_op) {
+  return exchange_message(Verb::send, tensor, partner(dst, "dst", async_op), tag, timeout_s, async_op);
+}
+
+nb::object Communicator::recv(nb::handle tensor, nb::handle src, nb::handle tag, nb::handle timeout_s, bool async_op) {
+  const int from = src.is_none() ? -1 : partner(src, "src", async_op);
+  return exchange_message(Verb::recv, tensor, from, tag, timeout_s, async_op);
+}
+
+void Communicator::matmul_reduce(nb::handle products, nb::handle output, nb::handle op, double scale,
+                                 nb::handle residual, std::optional<std::vector<size_t>> counts, uint64_t hash,
+                                 nb::handle words, nb::handle timeout_s) {
+  const RedOp reduction = read_op(op, nb::none()).op;
+  const View in = view_tensor(products, "products"), out = view_tensor(output, "output");
+  const View extra = residual.is_none() ? View() : view_tensor(residual, "residual");
+  Finish finish;
+  finish.out = out.dtype;
+  finish.scale = scale;
+  finish.out_count = out.count;
+  finish.hash = hash;
+  finish.has_residual = !residual.is_none();
+  finish.residual = extra.data;
+  size_t wanted = in.count;
+  if (counts) {
+    finish.counts = counts->data();
+    finish.spans = counts->size();
+    size_t all = 0;
+    wanted = 0;
+    for (size_t i = 0; i < counts->size(); i++) {
+      all += (*counts)[i];
+      if (i % static_cast<size_t>(size_) == static_cast<size_t>(rank_)) wanted += (*counts)[i];
+    }
+    if (all != in.count) throw nb::value_error("argument 'counts' must add up to the number of products");
+  }
+  if (wanted != out.count || (finish.has_residual && (extra.count != out.count || extra.dtype != out.dtype)))
+    throw nb::value_error(
+        "arguments 'output' and 'residual' must be of one dtype and have the elements this rank gets");
+  if (!finishing_exists(in.dtype, out.dtype, reduction))
+    throw nb::type_error("argument 'output' has no such reduction of 'products'");
+  if (size_ > 1 && (is_hidden(in) || is_hidden(out) || (counts && is_hidden(extra))))
+    throw nb::value_error("arguments 'products', 'output' and 'residual' must be in shared memory");
+  Call call;
+  call.verb = Verb::matmul_reduce;
+  call.dtype = in.dtype;
+  call.op = reduction;
+  call.count = in.count;
+  call.in = in.data;
+  call.out = out.data;
+  call.finish = &finish;
+  call.timeout_ns = call_timeout_ns(timeout_s);
+  call.describe = [words] {
+    nb::gil_scoped_acquire gil;
+    return nb::cast<std::string>(words()) + "   " + call_site();
+  };
+  run_now(call);
+}
+
+// -- steps of a verb
+
+nb::object Communicator::run(Collected& c, nb::handle timeout_s, bool async_op, nb::handle outputs) {
+  c.call.timeout_ns = call_timeout_ns(timeout_s);
+  c.call.in_parts = c.in.data();
+  c.call.out_parts = c.out.data();
+  auto describe = [&c, size = size_] {
+    std::string words = argument_words(c.tensors[0]), more = argument_words(c.tensors[1]);
+    if (!words.empty() && !more.empty()) words += ", ";
+    return call_words(c.call, size) + words + more + "   " + call_site();
+  };
+  if (!async_op) {
+    c.call.describe = [describe] {
+      nb::gil_scoped_acquire gil;
+      return describe();
+    };
+    run_now(c.call);
+    return nb::none();
+  }
+  auto ticket = std::make_shared<Ticket>();
+  if (c.in.data()) ticket->in_parts.assign(c.in.begin(), c.in.end());
+  if (c.out.data()) ticket->out_parts.assign(c.out.begin(), c.out.end());
+  c.call.describe = [words = describe()] { return words; };
+  ticket->call = std::move(c.call);
+  if (c.in.data()) ticket->call.in_parts = ticket->in_parts.data();
+  if (c.out.data()) ticket->call.out_parts = ticket->out_parts.data();
+  return start(std::move(ticket), keep({c.tensors[0], c.tensors[1], outputs}), outputs);
+}
+
+void Communicator::run_now(Call& call) {
+  call.may_interrupt = true;
+  Code code;
+  {
+    nb::gil_scoped_release release;
+    code = engine_->run(call);
+  }
+  if (code != Code::ok) raise(call.failure);
+}
+
+nb::object Communicator::start(std::shared_ptr<Ticket> ticket, nb::list kept, nb::handle outputs) {
+  const char* verb = verb_name(ticket->call.verb);
+  Pending::reap();
+  {
+    nb::gil_scoped_release release;
+    engine_->submit(ticket);
+  }
+  auto pending = std::make_unique<Pending>(engine_, std::move(ticket), std::move(kept));
+  return hooks.make_handle(nb::cast(std::move(pending)), verb, outputs);
+}
+
+nb::object Communicator::exchange_message(Verb verb, nb::handle tensor, int peer, nb::handle tag, nb::handle timeout_s,
+                                          bool async_op) {
+  auto message = std::make_shared<Message>();
+  Call call;
+  call.verb = verb;
+  call.correspondent = message->peer = peer;
+  call.tag = message->tag = whole_number(tag, "tag");
+  const View view = view_tensor(tensor, "tensor");
+  message->sending = verb == Verb::send;
+  message->data = view.data;
+  message->bytes = view.bytes();
+  message->dtype = view.dtype;
+  call.timeout_ns = call_timeout_ns(timeout_s);
+  if (async_op) {
+    auto ticket = std::make_shared<Ticket>();
+    ticket->call = std::move(call);
+    ticket->message = std::move(message);
+    return start(std::move(ticket), keep({tensor}), tensor);
+  }
+  call.may_interrupt = true;
+  Code code;
+  {
+    nb::gil_scoped_release release;
+    code = engine_->run(call, message);
+  }
+  if (code != Code::ok) raise(call.failure);
+  return verb == Verb::recv ? nb::cast(message->source) : nb::none();
+}
+
+// A rank may write to itself, as long as it does not wait before it reads.
+int Communicator::partner(nb::handle peer, const char* argument, bool async_op) const {
+  return async_op ? arguments_.rank_in_group(peer, argument) : arguments_.another_rank(peer, argument);
+}
+
+// -- memory
+
+nb::object Communicator::new_like(nb::handle tensor) {
+  Failure failure;
+  nb::object made = make_like(tensor, -1, failure);
+  if (!made.is_valid()) raise(failure);
+  return made;
+}
+
+nb::object Communicator::new_rows(nb::handle tensor, nb::handle rows) {
+  Failure failure;
+  nb::object made = make_like(tensor, not_negative(rows, "rows"), failure);
+  if (!made.is_valid()) raise(failure);
+  return made;
+}
+
+// Whether peers cannot reach a tensor that has elements.
+bool Communicator::is_hidden(const View& view) {
+  Heap& heap = group().heap();
+  return view.count && (!heap.holds(view.data) || heap.is_detached(view.data, view.bytes()));
+}
+
+uint64_t Communicator::offset_of(nb::handle tensor) {
+  const View view = view_tensor(tensor, "tensor");
+  Heap& heap = group().heap();
+  if (!heap.holds(view.data) || heap.is_detached(view.data, view.bytes()))
+    throw nb::value_error("argument 'tensor' is not in this process's shared memory");
+  return static_cast<uint64_t>(view.data - heap.base());
+}
+
+nb::object Communicator::peer_bytes(nb::handle who, uint64_t offset, uint64_t bytes) {
+  const int rank = arguments_.rank_in_group(who, "rank");
+  std::byte* at = group().resolve(Place::at(rank, offset), bytes);
+  if (!at) throw nb::value_error("the place lies outside of that rank's heap");
+  return wrap_bytes(at, bytes, group().peer(rank).mapping);
+}
+
+// -- coming and going
+
+std::vector<int> Communicator::pids() {
+  std::vector<int> pids;
+  for (int r = 0; r < size_; r++) pids.push_back(group().peer(r).pid);
+  return pids;
+}
+
+void Communicator::close(const std::string& reason, double linger_s) {
+  nb::gil_scoped_release release;
+  engine_->close(reason, nanoseconds(linger_s));
+}
+
+void Communicator::abort(const std::string& reason) {
+  Failure cause;
+  fail(cause, Code::aborted, reason, {rank_});
+  cause.seq = group().seq();
+  group().abort(cause);
+}
+
+uint64_t Communicator::make_block(int size) {
+  Failure failure;
+  if (!group().usable(failure)) raise(failure);
+  sweep_retired();
+  std::byte* block = Group::make_block(group().heap(), size, failure);
+  if (!block) raise(failure);
+  return static_cast<uint64_t>(block - group().heap().base());
+}
+
+void Communicator::drop_block(uint64_t offset, int rank, nb::handle reason) {
+  std::byte* block = group().heap().base() + offset;
+  if (reason.is_none()) return Group::drop_block(group().heap(), block);
+  Group::refuse_block(block, rank, nb::cast<std::string>(reason));
+  group().drop_block_later(block);
+}
+
+std::unique_ptr<Communicator> Communicator::split(const std::vector<int>& members, const std::vector<size_t>& blocks,
+                                                  int rank, const std::string& child, uint64_t id, double timeout_s) {
+  Failure failure;
+  const GroupFacts& mine = group().facts();
+  const int size = static_cast<int>(members.size());
+  GroupFacts facts{rank, size, child, id, nanoseconds(timeout_s), mine.crowded, mine.cache_bytes};
+  auto engine = unisono::split(group(), members, blocks, facts, failure);
+  if (!engine) raise(failure);
+  return std::make_unique<Communicator>(std::move(engine));
+}
+
+}  // namespace unisono

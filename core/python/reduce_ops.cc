@@ -1,0 +1,120 @@
+// See reduce_ops.h. Reading "sum" is on the way of every small call: names are interned strings, so a name written in
+// Python source is found by comparing pointers.
+#include "python/reduce_ops.h"
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <vector>
+
+namespace nb = nanobind;
+
+namespace unisono {
+namespace {
+
+constexpr int kOps = static_cast<int>(RedOp::none);
+constexpr size_t kHashes = 32;  // more than torch has kinds of reductions
+
+struct Name {
+  PyObject* word;  // interned, kept for good
+  RedOp op;
+};
+
+PyTypeObject *reduce_op_type = nullptr, *red_op_type = nullptr;
+std::vector<Name>& names = *new std::vector<Name>;  // "sum" first
+PyObject* by_name = nullptr;                        // dict: the same names -> code
+std::array<RedOp, kHashes> by_hash;                 // none: no such operation
+
+void add_name(const char* word, RedOp op) {
+  PyObject* interned = PyUnicode_InternFromString(word);
+  names.push_back({interned, op});
+  if (PyDict_SetItem(by_name, interned, nb::int_(static_cast<int>(op)).ptr()) != 0) nb::raise_python_error();
+}
+
+// A ReduceOp and a RedOpType both hash to the number of the type; comparing two of them takes microseconds.
+RedOp op_by_hash(nb::handle object) {
+  Py_hash_t hash = PyObject_Hash(object.ptr());
+  if (hash == -1 && PyErr_Occurred()) nb::raise_python_error();
+  return hash >= 0 && hash < static_cast<Py_hash_t>(kHashes) ? by_hash[static_cast<size_t>(hash)] : RedOp::none;
+}
+
+RedOp op_by_name(nb::handle object) {
+  for (const Name& name : names)
+    if (name.word == object.ptr()) return name.op;
+  PyObject* code = PyDict_GetItemWithError(by_name, object.ptr());
+  if (!code && PyErr_Occurred()) nb::raise_python_error();
+  return code ? static_cast<RedOp>(PyLong_AsLong(code)) : RedOp::none;
+}
+
+RedOp op_by_code(nb::handle object) {
+  long code = PyLong_AsLong(object.ptr());
+  if (code == -1 && PyErr_Occurred()) PyErr_Clear();  // too large for any code
+  return code >= 0 && code < kOps ? static_cast<RedOp>(code) : RedOp::none;
+}
+
+double number(nb::handle object) {
+  nb::object as_float = nb::steal(PyNumber_Float(object.ptr()));
+  if (!as_float.is_valid()) nb::raise_python_error();
+  return PyFloat_AsDouble(as_float.ptr());
+}
+
+std::string words(nb::handle object) {
+  return nb::cast<std::string>(nb::repr(object));
+}
+
+[[noreturn]] void refuse_op(nb::handle op) {
+  std::vector<std::string> all;
+  for (const Name& name : names) all.push_back(nb::cast<std::string>(nb::handle(name.word)));
+  std::sort(all.begin(), all.end());
+  std::string list;
+  for (const std::string& word : all) list += (list.empty() ? "" : ", ") + word;
+  throw nb::value_error(("argument 'op' must be one of " + list + ", or a torch ReduceOp, got " + words(op)).c_str());
+}
+
+}  // namespace
+
+void learn_reduce_ops(nb::handle reduce_op) {
+  nb::object red_op = reduce_op.attr("RedOpType");
+  reduce_op_type = reinterpret_cast<PyTypeObject*>(nb::borrow(reduce_op).release().ptr());
+  by_hash.fill(RedOp::none);
+  names.clear();
+  by_name = PyDict_New();
+  for (int code = 0; code < kOps; code++) {
+    std::string word = redop_name(static_cast<RedOp>(code));
+    add_name(word.c_str(), static_cast<RedOp>(code));
+    for (char& letter : word) letter = static_cast<char>(std::toupper(letter));
+    Py_hash_t hash = PyObject_Hash(nb::object(red_op.attr(word.c_str())).ptr());
+    if (hash < 0 || hash >= static_cast<Py_hash_t>(kHashes))
+      throw nb::import_error("this torch has reductions unisono does not know how to tell apart");
+    by_hash[static_cast<size_t>(hash)] = static_cast<RedOp>(code);
+  }
+  add_name("prod", RedOp::product);
+  red_op_type = reinterpret_cast<PyTypeObject*>(red_op.release().ptr());
+}
+
+OpAndFactor read_op(nb::handle op, nb::handle factor) {
+  PyTypeObject* type = Py_TYPE(op.ptr());  // isinstance is slow for torch's types, and says yes too often
+  const bool is_code = PyLong_CheckExact(op.ptr());
+  OpAndFactor read;
+  if (PyUnicode_CheckExact(op.ptr()))
+    read.op = op_by_name(op);
+  else if (type == reduce_op_type || type == red_op_type)
+    read.op = op_by_hash(op);
+  else
+    read.op = is_code ? op_by_code(op) : RedOp::none;
+  if (read.op == RedOp::none) refuse_op(op);
+  if (read.op != RedOp::premul_sum) {
+    if (!factor.is_none() && !is_code)
+      throw nb::value_error(("argument 'factor' belongs to op 'premul_sum', got op " + words(op)).c_str());
+    return read;
+  }
+  if (!factor.is_none())
+    read.factor = number(factor);
+  else if (type == reduce_op_type)
+    read.factor = number(nb::object(nb::object(op.attr("__getstate__")())[1]));
+  else
+    throw nb::value_error("argument 'factor' must be given for op 'premul_sum'");
+  return read;
+}
+
+}  // namespace unisono
