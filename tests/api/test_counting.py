@@ -9,10 +9,9 @@ import torch.distributed as dist
 
 import unisono
 from unisono.torch_backend import monitor
-from unisono.torch_backend.adapter import Face
-from unisono.transport import compositions
-from unisono.transport.agreement import NO_OP, Request
-from unisono.transport.compositions import Lists
+from unisono.torch_backend.adapter import ProcessGroupAdapter
+from unisono.transport import backend
+from unisono.transport.backend import BackendTransport
 
 
 def in_step(function, call):
@@ -60,7 +59,7 @@ def test_splits(group):
 
 def test_splits_of_process_groups(group):
     parent = unisono.ProcessGroupUnisono(group)
-    children = in_step(Face.split_group, lambda: parent.split_group([0]))
+    children = in_step(ProcessGroupAdapter.split_group, lambda: parent.split_group([0]))
     assert sorted(child.unisono_group.name for child in children) == ["counting/1", "counting/2"]
     for child in children:
         child.shutdown()
@@ -70,12 +69,12 @@ def test_monitored_barriers(group, monkeypatch):
     tags = []
     monkeypatch.setattr(monitor, "barrier", lambda *_, tag: tags.append(tag))
     parent = unisono.ProcessGroupUnisono(group)
-    in_step(Face.monitored_barrier, parent.monitored_barrier)
+    in_step(ProcessGroupAdapter.monitored_barrier, parent.monitored_barrier)
     assert sorted(tags) == [-2, -1]
 
 
 class Elsewhere:
-    """As much of another backend's group as a composition asks for when it is made."""
+    """As much of another backend's group as a transport asks for when it is made."""
 
     _device_types = (torch.device("cpu"),)
 
@@ -89,8 +88,8 @@ class Elsewhere:
 def test_compared_requests(monkeypatch):
     numbers = []
     monkeypatch.setattr(dist, "all_gather", lambda *_, **__: None)
-    monkeypatch.setattr(compositions, "compare", lambda pg, seq, *_: numbers.append(seq))
+    monkeypatch.setattr(backend, "compare", lambda pg, seq, *_: numbers.append(seq))
     pg = Elsewhere()
-    lists = Lists(pg)
-    in_step(Lists.ask, lambda: lists.ask(Request("all_gather", torch.float32, NO_OP, [1])))
+    transport = BackendTransport(pg)
+    in_step(BackendTransport._compare, lambda: transport._compare("all_gather", torch.float32, counts=[1]))
     assert sorted(numbers) == [1, 2]

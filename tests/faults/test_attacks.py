@@ -191,7 +191,7 @@ def _stopped_in_the_middle(group, delay_s, path):
     except unisono.UnisonoError as error:
         text = str(error)
     t.fill_(7.0)
-    os.kill(group._comm.pids[1], signal.SIGCONT)
+    os.kill(group.transport.pids[1], signal.SIGCONT)
     store.wait(["late"])
     wrong = int((t != 7.0).sum())
     # The tensor is as good as any other from here on.

@@ -89,7 +89,7 @@ def _one_gives_up(group, path):
     comm = None
     with pytest.raises(unisono.AbortedError) as caught:
         comm = _join(door, group, names)
-        os.kill(group._comm.pids[2], signal.SIGUSR1)
+        os.kill(group.transport.pids[2], signal.SIGUSR1)
         began = time.monotonic()
         comm.barrier(LONG_S, False)
     took = time.monotonic() - began

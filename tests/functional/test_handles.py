@@ -208,10 +208,10 @@ class _Broken:
 
 
 def test_a_work_that_fails():
-    from unisono.base.handle import PendingWork
+    from unisono.transport.pending import WorksPending
 
     finished = []
-    handle = Handle(PendingWork(_Broken(), lambda: finished.append(1)), "all_reduce", None)
+    handle = Handle(WorksPending([_Broken()], lambda: finished.append(1)), "all_reduce", None)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="connection reset"):
             handle.wait()
@@ -236,10 +236,10 @@ class _Receive:
 
 
 def test_a_work_is_waited_for_once():
-    from unisono.base.handle import PendingWork
+    from unisono.transport.pending import WorksPending
 
     work, called, finished = _Receive(), threading.Event(), []
-    handle = Handle(PendingWork(work, lambda: finished.append(1)), "recv", None)
+    handle = Handle(WorksPending([work], lambda: finished.append(1)), "recv", None)
     handle.when_done(called.set)
     assert work.waited_for.wait(20)
     with pytest.raises(unisono.CollectiveTimeoutError):
@@ -256,14 +256,14 @@ def test_a_work_is_waited_for_once():
 
 
 def test_a_last_step_that_fails():
-    from unisono.base.handle import PendingWork
+    from unisono.transport.pending import WorksPending
 
     def fail():
         raise RuntimeError("no memory")
 
     work = _Receive()
     work.message.set()
-    handle = Handle(PendingWork(work, fail), "all_reduce", None)
+    handle = Handle(WorksPending([work], fail), "all_reduce", None)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no memory"):
             handle.wait()

@@ -155,10 +155,10 @@ ERRORS = [
 
 @pytest.mark.parametrize("change, kind, words", ERRORS, ids=[f"{i}-{'-'.join(e[0])}" for i, e in enumerate(ERRORS)])
 def test_errors(alone, change, kind, words):
-    before = alone._comm.calls
+    before = alone.transport.calls
     with pytest.raises(kind, match=re.escape(words)):
         unisono.grouped_matmul_all_reduce(**{"group": alone, **TWO, **change})
-    assert alone._comm.calls == before, "something was sent"
+    assert alone.transport.calls == before, "something was sent"
 
 
 @pytest.mark.parametrize("bias", [None, [], [None], [None, None], [torch.empty(0)], [torch.empty(0)] * 2])

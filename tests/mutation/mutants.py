@@ -16,10 +16,10 @@ import torch.distributed as dist
 from tests.mutation import wrong
 from tests.mutation.wrong import argument_changed, around, instead, op_changed, output_wrong
 from unisono import ProcessGroupUnisono
+from unisono.base.work import FINISHED, Work
 from unisono.torch_backend import adapter as torch_face
 from unisono.torch_backend import monitor, refusals, sparse
 from unisono.torch_backend.strided import Copies
-from unisono.base.work import FINISHED, Work
 
 Test = tuple[str, str, dict[str, Any]]  # module, function, parameters
 

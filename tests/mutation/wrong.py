@@ -171,7 +171,7 @@ def op_changed(method: str, ops: dict[str, str]) -> Change:
     def make(right: Callable[..., Any]) -> Callable[..., Any]:
         def wrong(self: Any, *arguments: Any) -> Any:
             opts = arguments[-1]
-            name = unisono.group.group.reduce_op_name(opts.reduceOp)
+            name = ops.name_of(ops.read(opts.reduceOp)[0])
             other = ops.get(name, ops.get("*"))
             if other is not None:
                 opts.reduceOp = getattr(dist.ReduceOp, other.upper())

@@ -73,7 +73,7 @@ CALLED_BY_CPP = {
 def test_the_body_has_what_a_backend_is_asked_for(name):
     import inspect
 
-    inspect.signature(getattr(torch_face.Face, name)).bind(None, *range(CALLED_BY_CPP[name]))
+    inspect.signature(getattr(torch_face.ProcessGroupAdapter, name)).bind(None, *range(CALLED_BY_CPP[name]))
 
 
 def inside_of_a_cpp_group(group) -> list[str]:
@@ -88,7 +88,7 @@ def inside_of_a_cpp_group(group) -> list[str]:
         rank, size = dist.get_rank(), dist.get_world_size()
         native = groups.native(pg)
         expect("native", (type(native), native.rank, native.size), (unisono.Group, rank, size))
-        expect("face", type(groups.face(pg)).__name__, "BackendUnisono")
+        expect("face", type(groups.adapter_of(pg)).__name__, "BackendUnisono")
         x = torch.full((3,), rank + 1.0)
         dist.all_reduce(x)
         expect("all_reduce", x.tolist(), [10.0] * 3)

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from ..base.work import FINISHED, Work
 from ..group.group import Group
 from ..torch_backend import registration as torch_backend
 from ..torch_backend.arguments import settled
 from ..torch_backend.registration import ProcessGroupUnisono
-from ..base.work import FINISHED, Work
 from . import missing
 from .memory import as_cpu
 
@@ -35,8 +35,6 @@ class Options:
 
 class ProcessGroupHCCL(ProcessGroupUnisono):
     """A group of backend "hccl"; its ``unisono_group`` does the work."""
-
-    _takes_short_cut = False  # tensors have to be lowered
 
     Options = Options
 

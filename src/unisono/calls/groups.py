@@ -1,4 +1,4 @@
-"""Groups as a user writes them: which one is meant, its transport, ranks in it, and what an asynchronous call returns."""
+"""Groups as a user writes them: which one is meant, its transport, ranks in it, and what a call on it returns."""
 
 from __future__ import annotations
 

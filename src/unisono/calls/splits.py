@@ -20,8 +20,8 @@ from ..group.names import GroupLike, devices_of, resolve
 SplitsLike: TypeAlias = Sequence[int] | Tensor | Any | None
 
 
-def check_tensors(output: Any, input: Any) -> None:
-    """Raises unless both are tensors."""
+def refuse_no_tensors(output: Any, input: Any) -> None:
+    """Raises for the first argument that is no tensor."""
     for name, tensor in (("output", output), ("input", input)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"'{name}' must be a tensor\n{_expected_got('torch.Tensor', type(tensor).__name__)}")

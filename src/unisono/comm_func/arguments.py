@@ -85,11 +85,8 @@ def uneven_splits(sizes: SplitsLike, rows: int | None, size: int) -> list[int]:
 def exchange_splits(function: str, side: str, sizes: Any, rows: int, size: int) -> list[int]:
     """Rows for or from each rank of an all-to-all, equal if none are given."""
     given = () if sizes is None else tuple(sizes)
-    words = Words(
-        uneven=f"{side} shape at dim 0 must be divided by world_size, but got {rows} and {size}.",
-        length=f"For {function}, '{side}_split_sizes' must have one number per rank",
-        total=f"For {function}, '{side}_split_sizes' must add up to the rows of the {side}",
-        kind=ValueError,
-    )
+    uneven = f"{side} shape at dim 0 must be divided by world_size, but got {rows} and {size}."
+    wrong = f"For {function}, '{side}_split_sizes' must be {size} numbers that add up to the {rows} rows"
+    words = Words(uneven, length=wrong, total=wrong, kind=ValueError)
     check(given, rows, size, words)
     return list(given) or [rows // size] * size

@@ -175,7 +175,7 @@ def reduce(tensor: Tensor, dst: int, op: Any = "sum", group: GroupLike = None) -
     root = group_rank("reduce", "dst", dst, group)
     if is_direct(tensor):
         return run.reduce(transport("reduce", group, tensor), tensor, root, name, factor)
-    return operators.reduce(tensor, root, name, factor, *place("reduce", group))
+    return operators.reduce(tensor, root, name, factor, *place("reduce", group))  # type: ignore[no-any-return]
 
 
 def broadcast(tensor: Tensor, src: int = 0, group: GroupLike = None) -> Tensor:
@@ -191,7 +191,7 @@ def broadcast(tensor: Tensor, src: int = 0, group: GroupLike = None) -> Tensor:
     root = group_rank("broadcast", "src", src, group)
     if is_direct(tensor):
         return run.broadcast(transport("broadcast", group, tensor), tensor, root)
-    return operators.broadcast(tensor, root, *place("broadcast", group))
+    return operators.broadcast(tensor, root, *place("broadcast", group))  # type: ignore[no-any-return]
 
 
 def scatter_tensor(tensor: Tensor, src: int = 0, group: GroupLike = None) -> Tensor:
@@ -212,7 +212,7 @@ def scatter_tensor(tensor: Tensor, src: int = 0, group: GroupLike = None) -> Ten
     here = place("scatter_tensor", group)
     rows = as_rows(tensor)
     equal_parts(rows.shape[0], here[1])
-    return operators.scatter(rows, root, *here)
+    return operators.scatter(rows, root, *here)  # type: ignore[no-any-return]
 
 
 def gather_into_tensor(tensor: Tensor, dst: int = 0, group: GroupLike = None) -> Tensor:
@@ -228,7 +228,7 @@ def gather_into_tensor(tensor: Tensor, dst: int = 0, group: GroupLike = None) ->
     root = group_rank("gather_into_tensor", "dst", dst, group)
     if is_direct(tensor):
         return run.gather(transport("gather_into_tensor", group, tensor), tensor, root)
-    return operators.gather(as_rows(tensor), root, *place("gather_into_tensor", group))
+    return operators.gather(as_rows(tensor), root, *place("gather_into_tensor", group))  # type: ignore[no-any-return]
 
 
 def barrier(group: GroupLike = None) -> None:

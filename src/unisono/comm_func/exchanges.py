@@ -135,8 +135,8 @@ def all_to_all_v_c(
             raise ValueError(
                 f"For all_to_all_v_c, this rank's counts must add up to the {rows} rows of '{argument}', got {counts}"
             )
-    counts = [n * row for n in received], [n * row for n in sent]
-    return found.all_to_all(output, run.plain(input), *counts, None, async_op)
+    output_counts, input_counts = [n * row for n in received], [n * row for n in sent]
+    return found.all_to_all(output, run.plain(input), output_counts, input_counts, None, async_op)
 
 
 def _by_operator(

@@ -1,7 +1,7 @@
 """One functional call on one transport: leaves the input alone, makes the result, and returns it.
 
-Asynchronous ones return it with a Handle, or with None if they are over. On groups of ours results lie in shared memory,
-so the next call on them copies nothing. Ranks here are ranks in the group.
+Those that can be asynchronous return it with a Handle, or with None if they are over. On groups of ours results lie in
+shared memory, so the next call on them copies nothing. Ranks here are ranks in the group.
 """
 
 from __future__ import annotations

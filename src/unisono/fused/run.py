@@ -84,12 +84,16 @@ def reduce_values(
     """Flat values reduced over the ranks: all of them, or with counts (outputs × ranks) this rank's."""
     if transport is None:
         return values.clone(memory_format=torch.contiguous_format)
+    if not counts:
+        values = values.contiguous()
+        out = _new(transport, values, values.numel(), values.dtype)
+        transport.all_reduce(values, out, reduce_op, None, None, False)
+        return out
     plan = Plan("reduce", (values.numel(),), (0,), (1,), (), False, tuple(counts))
     # A copy where peers can read it, which the reduction may also overwrite.
     shared = _new(transport, values, values.numel(), values.dtype).copy_(values)
-    mine = sum(counts[transport.rank :: transport.size]) if counts else values.numel()
-    out = _new(transport, values, mine, values.dtype)
-    handle = _reduce(transport, plan, shared, out, reduce_op, 1.0, None, counts or None)
+    out = _new(transport, values, sum(counts[transport.rank :: transport.size]), values.dtype)
+    handle = _reduce(transport, plan, shared, out, reduce_op, 1.0, None, counts)
     if handle is not None:
         handle.wait()
     return out

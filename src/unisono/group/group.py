@@ -1,8 +1,8 @@
-"""Groups of ranks on one host, with every verb as a method: the one thin path to the core.
+"""Groups of ranks on one host, with every verb as a method.
 
-The torch backend, the uneven pair and the functional collectives all go through these methods. A method hands tensors
-and numbers to the core, which checks them, and returns None, or with ``async_op=True`` a Handle. Results are the same
-bits on every rank, whatever the message size and wherever the tensors are.
+A method only gives its arguments their order: the group's ``transport``, the core's communicator, takes and checks what
+users write, and returns None, or with ``async_op=True`` a Handle. Results are the same bits on every rank, whatever the
+message size and wherever the tensors are.
 """
 
 from __future__ import annotations
@@ -36,19 +36,13 @@ _by_key: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
 _numbers = Counter()
 
 
-def reduce_op_name(op: Any) -> str:
-    """The name of a reduce operation given in any of its forms."""
-    code = _core.read_op(op)[0]
-    return next(name for name, number in _core.OPS.items() if number == code)
-
-
 class Group:
     """Ranks of one host that call collectives together.
 
     Make one with :meth:`from_store`, :meth:`from_env` or :meth:`split`. ``rank`` is this process's number in the group,
     ``ranks`` the numbers its members have in the group it was split from, or those given to :meth:`from_store` (0 …
-    size-1 if there are none). ``key`` is a name
-    no other group of this process has: torch operators carry it, and any ``group`` argument takes it.
+    size-1 if there are none). ``key`` is a name no other group of this process has: torch operators carry it, and any
+    ``group`` argument takes it.
 
     >>> from unisono.testing import run_ranks
     >>> import torch
@@ -61,7 +55,7 @@ class Group:
     """
 
     def __init__(self, comm: _core.Communicator, ranks: Sequence[int], timeout_s: float) -> None:
-        self._comm = comm
+        self.transport = comm  # what moves the data; see transport/protocol.py
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.name: str = comm.name
@@ -142,12 +136,12 @@ class Group:
                 raise ValueError(f"argument 'ranks' must contain this rank, {self.rank}, got {members}")
         number = self._splits.next()  # all ranks split together, so they agree on it
         child = f"{self.name}/{number}" if name is None else name
-        block = self._comm.make_block(len(members)) if members else 0
+        block = self.transport.make_block(len(members)) if members else 0
         # Every rank shows whom it wants, by what name, where its control block is, and a number nobody had before.
         wanted = members + [-1] * (self.size - len(members))
         mine = torch.tensor([_number(name), block, secrets.randbits(62), *wanted], dtype=torch.int64)
         gathered = torch.empty(self.size, len(mine), dtype=torch.int64)
-        comm, known, limit = self._comm, True, self.timeout_s if timeout_s is None else timeout_s
+        comm, known, limit = self.transport, True, self.timeout_s if timeout_s is None else timeout_s
         try:
             self.all_gather(gathered, mine)
             shown = gathered.tolist()
@@ -183,14 +177,14 @@ class Group:
 
     def close(self) -> None:
         """Leaves the group. Pending calls end with an error, the others learn that this rank left. Twice is fine."""
-        comm, self._comm = self._comm, _Closed(self)  # type: ignore[assignment]
+        comm, self.transport = self.transport, _Closed(self)  # type: ignore[assignment]
         _open_groups.discard(self)
         if not isinstance(comm, _Closed):
             comm.close("closed the group", _LINGER_S)
 
     def abort(self, reason: str = "") -> None:
         """Gives the group up on all ranks: whoever waits in it, or calls it later, gets AbortedError."""
-        self._comm.abort(f"rank {self.rank} aborted" + (f": {reason}" if reason else ""))
+        self.transport.abort(f"rank {self.rank} aborted" + (f": {reason}" if reason else ""))
 
     def __enter__(self) -> Group:
         return self
@@ -203,18 +197,23 @@ class Group:
 
     def rename(self, name: str) -> None:
         """Changes what errors call this group, on this rank."""
-        self._comm.rename(name)
+        self.transport.rename(name)
         self.name = name
+
+    @property
+    def unisono_group(self) -> Group:
+        """This group itself; process groups have their Group under the same name."""
+        return self
 
     @property
     def calls(self) -> int:
         """Collectives this rank has begun in the group; the number behind ``#`` in errors."""
-        return self._comm.calls
+        return self.transport.calls
 
     @property
     def staged_bytes(self) -> int:
         """Bytes this rank has copied through the stage; 0 as long as everything was in shared memory or small."""
-        return self._comm.staged_bytes
+        return self.transport.staged_bytes
 
     # -- verbs
 
@@ -233,7 +232,7 @@ class Group:
         rank 0  [1, 2]        [11, 22]
         rank 1  [10, 20]  ->  [11, 22]
         """
-        return self._comm.all_reduce(tensor, out, op, factor, timeout_s, async_op)
+        return self.transport.all_reduce(tensor, out, op, factor, timeout_s, async_op)
 
     def reduce(
         self,
@@ -247,13 +246,13 @@ class Group:
         timeout_s: float | None = None,
     ) -> Handle | None:
         """Combines a tensor over all ranks into the root's tensor (or its ``out``); the others' stay as they are."""
-        return self._comm.reduce(tensor, root, out, op, factor, timeout_s, async_op)
+        return self.transport.reduce(tensor, root, out, op, factor, timeout_s, async_op)
 
     def broadcast(
         self, tensor: torch.Tensor, root: int, *, async_op: bool = False, timeout_s: float | None = None
     ) -> Handle | None:
         """Copies the root's tensor into every other rank's."""
-        return self._comm.broadcast(tensor, root, timeout_s, async_op)
+        return self.transport.broadcast(tensor, root, timeout_s, async_op)
 
     def all_gather(
         self,
@@ -271,7 +270,7 @@ class Group:
 
         ``output`` is one tensor, or a list of one tensor per rank. The input may be this rank's own part of the output.
         """
-        return self._comm.all_gather(output, input, counts, timeout_s, async_op)
+        return self.transport.all_gather(output, input, counts, timeout_s, async_op)
 
     def reduce_scatter(
         self,
@@ -291,7 +290,7 @@ class Group:
 
         ``input`` is one tensor, or a list of one tensor per rank. The output may be this rank's own part of the input.
         """
-        return self._comm.reduce_scatter(output, input, counts, op, factor, timeout_s, async_op)
+        return self.transport.reduce_scatter(output, input, counts, op, factor, timeout_s, async_op)
 
     def gather(
         self,
@@ -304,7 +303,7 @@ class Group:
         timeout_s: float | None = None,
     ) -> Handle | None:
         """Puts every rank's input behind one another on the root; ``output`` and ``counts`` are read there only."""
-        return self._comm.gather(output, input, root, counts, timeout_s, async_op)
+        return self.transport.gather(output, input, root, counts, timeout_s, async_op)
 
     def scatter(
         self,
@@ -317,7 +316,7 @@ class Group:
         timeout_s: float | None = None,
     ) -> Handle | None:
         """Gives each rank its part of the root's input; ``input`` and ``counts`` are read on the root only."""
-        return self._comm.scatter(output, input, root, counts, timeout_s, async_op)
+        return self.transport.scatter(output, input, root, counts, timeout_s, async_op)
 
     def all_to_all(
         self,
@@ -334,17 +333,17 @@ class Group:
         rank 0  [1, 2]         [1, 10]
         rank 1  [10, 20]   ->  [2, 20]
         """
-        return self._comm.all_to_all(output, input, output_counts, input_counts, timeout_s, async_op)
+        return self.transport.all_to_all(output, input, output_counts, input_counts, timeout_s, async_op)
 
     def barrier(self, *, async_op: bool = False, timeout_s: float | None = None) -> Handle | None:
         """Returns when every rank has called it."""
-        return self._comm.barrier(timeout_s, async_op)
+        return self.transport.barrier(timeout_s, async_op)
 
     def send(
         self, tensor: torch.Tensor, dst: int, tag: int = 0, *, async_op: bool = False, timeout_s: float | None = None
     ) -> Handle | None:
         """Sends a tensor to one rank. Messages with the same tag arrive in order; up to 64 KiB it does not wait."""
-        return self._comm.send(tensor, dst, tag, timeout_s, async_op)
+        return self.transport.send(tensor, dst, tag, timeout_s, async_op)
 
     def recv(
         self,
@@ -356,7 +355,7 @@ class Group:
         timeout_s: float | None = None,
     ) -> Handle | int:
         """Receives a tensor of the same size and dtype from ``src``, or from anyone; returns the rank it came from."""
-        return self._comm.recv(tensor, src, tag, timeout_s, async_op)
+        return self.transport.recv(tensor, src, tag, timeout_s, async_op)
 
 
 def find_key(key: str) -> Group | None:
@@ -383,5 +382,5 @@ class _Closed:
 def _leave_all() -> None:
     """Tells the peers of every open group that this process ends, and stops progress threads before Python goes."""
     for group in list(_open_groups):
-        comm, group._comm = group._comm, _Closed(group)  # type: ignore[assignment]
+        comm, group.transport = group.transport, _Closed(group)  # type: ignore[assignment]
         comm.close("its process ended", 0.0)

@@ -118,8 +118,6 @@ def name_of(group: ProcessGroup | Group) -> str:
 
 def native(group: GroupLike) -> Group | None:
     """The unisono Group under a process group, None if another backend is."""
-    if isinstance(group, Group):
-        return group
     found: Group | None = getattr(group, "unisono_group", None)
     if found is None and PYTHON_BACKENDS and isinstance(group, ProcessGroup):
         found = getattr(_cpu_backend(group), "unisono_group", None)
@@ -154,7 +152,8 @@ def global_ranks(group: ProcessGroup | Group) -> list[int]:
 
 def devices_of(group: ProcessGroup | Group) -> list[str]:
     """The kinds of devices whose tensors a group takes."""
-    return ["cpu"] if isinstance(group, Group) else sorted({device.type for device in group._device_types})
+    kinds = set() if isinstance(group, Group) else {device.type for device in group._device_types}
+    return sorted(kinds | {"cpu"} if native(group) is not None else kinds)
 
 
 def host_ranks(group: ProcessGroup | Group) -> list[int]:

@@ -39,7 +39,8 @@ class SharedGather:
         self._held = [t[: math.prod(shape)].view(shape) for t in held]
         places = torch.zeros(2, dtype=torch.int64)
         if group.rank == 0:
-            places = torch.tensor([group._comm.offset_of(t) if t.numel() else 0 for t in self._held], dtype=torch.int64)
+            offsets = [group.transport.offset_of(t) if t.numel() else 0 for t in self._held]
+            places = torch.tensor(offsets, dtype=torch.int64)
         group.broadcast(places, 0)
         size_bytes = kind.itemsize
         for n in shape:
@@ -48,7 +49,7 @@ class SharedGather:
             self._outputs = self._held
         else:
             self._outputs = [
-                group._comm.peer_bytes(0, int(at), size_bytes).view(kind).reshape(shape) for at in places.tolist()
+                group.transport.peer_bytes(0, int(at), size_bytes).view(kind).reshape(shape) for at in places.tolist()
             ]
         self._begin = sum(self.counts[: group.rank])
         self._turn = 0

@@ -3,7 +3,7 @@
 torch.distributed finds these methods by name; its C++ code (DDP's reducer, functional collectives) reaches allgather,
 all_gather_single_coalesced, allreduce, allreduce_coalesced, all_to_all_single, barrier, broadcast, reduce_scatter,
 reduce_scatter_single_coalesced, send and recv, and must get a Work from each. A method unpacks torch's options and
-hands the tensors on: no copies, one call of the Group, except where torch asks for several together.
+hands the tensors on: no copies, one verb of the group's transport, except where torch asks for several together.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions, Store
+from torch._C._distributed_c10d import BarrierOptions, Store
 
 from ..base import tensors
 from ..base.counter import Counter
-from ..base.handle import Handle
 from ..base.uncompiled import keep_uncompiled
+from ..base.work import FINISHED, Work
 from ..group import names as groups
 from ..group.group import Group
+from ..transport.protocol import Transport
 from . import monitor, refusals, sparse
 from .arguments import counts, nested, one, reduction, settled
 from .strided import Copies, is_plain, overlapping
-from ..base.work import FINISHED, Work
 
 Tensor = torch.Tensor
 _CPU = torch.device("cpu")
@@ -36,14 +36,13 @@ _UNSET = timedelta(milliseconds=-1)  # torch's word for: the group's timeout
 _profiling = torch._C._autograd._profiler_enabled
 
 
-class Face:
+class ProcessGroupAdapter:
     """What torch asks of a process group, and of the backend of one, over a unisono :class:`Group`.
 
     The methods take torch's option objects, and like torch's own groups also plain arguments:
     ``pg.allreduce([t], opts)`` and ``pg.allreduce(t, ReduceOp.MAX)``. They return a Work.
     """
 
-    _takes_short_cut = True  # False where _run does more than here
     supports_splitting = True
     supports_coalescing = False  # the batch is the caller's list; see _start_coalescing
     supports_time_estimate = False
@@ -58,14 +57,19 @@ class Face:
         self._batch: list[Work] | None = None
         # DDP.join hands a Work to C++ that does not keep its Python half alive, without which it never ends.
         self._small: deque[Work] = deque(maxlen=64)
-        self._comm_name = f"unisono%{group.name}%{group._comm.id:016x}"
+        self._comm_name = f"unisono%{group.name}%{group.transport.id:016x}"
         self._splits = Counter()
         self._monitored = Counter()
+
+    @property
+    def transport(self) -> Transport:
+        """The verbs of the group; none after it was closed."""
+        return self.unisono_group.transport
 
     # -- what torch asks a group about itself
 
     @property
-    def unisono_face(self) -> Face:
+    def unisono_adapter(self) -> ProcessGroupAdapter:
         """This object itself; the C++ half of a backend hands the look-up on to here."""
         return self
 
@@ -110,7 +114,7 @@ class Face:
     def _device_types(self) -> list[torch.device]:
         return [_CPU]
 
-    def _get_backend(self, device: torch.device) -> Face:
+    def _get_backend(self, device: torch.device) -> ProcessGroupAdapter:
         if torch.device(device).type != "cpu":
             raise RuntimeError(
                 f"No backend type associated with device type {torch.device(device).type}: unisono groups are for cpu"
@@ -192,27 +196,13 @@ class Face:
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         tensor = one(tensors)
-        if (
-            self._takes_short_cut
-            and type(opts) is AllreduceOptions
-            and not (opts.asyncOp or self._batch is not None or _profiling())
-            and is_plain(tensor)
-        ):
-            # The usual call in the fewest steps.
-            limit = opts.timeout
-            timeout_s = self._timeout_s if limit == _UNSET else limit.total_seconds()
-            try:
-                self.unisono_group._comm.all_reduce(tensor, None, opts.reduceOp, None, timeout_s, False)
-                return FINISHED
-            except (TypeError, ValueError) as error:
-                _raise_refusal("all_reduce", (tensor,), error)
         op, options = reduction(opts)
         if tensor.layout is not torch.strided:
             try:
                 return Work((), [sparse.all_reduce(self.unisono_group, tensor, op)])
             except ValueError as error:
                 _raise_refusal("all_reduce", () if tensor.layout is torch.sparse_coo else (tensor,), error)
-        work = self._run("all_reduce", self.unisono_group.all_reduce, (tensor, op), [tensor], options, timeout)
+        work = self._run("all_reduce", self.transport.all_reduce, (tensor, None, op, None), [tensor], options, timeout)
         if work is not FINISHED and tensor.numel() <= 8:
             self._small.append(work)
         return work
@@ -221,40 +211,42 @@ class Face:
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         op, options = reduction(opts)
-        calls = [(tensor, op) for tensor in tensors]
-        return self._run_all("all_reduce_coalesced", self.unisono_group.all_reduce, calls, list(tensors), options)
+        calls = [(tensor, None, op, None) for tensor in tensors]
+        return self._run_all("all_reduce_coalesced", self.transport.all_reduce, calls, list(tensors), options)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> Work:
         tensor = one(tensors)
         root = opts if isinstance(opts, int) else opts.rootRank
         op = (_SUM if op is None else op) if isinstance(opts, int) else opts.reduceOp
-        return self._run("reduce", self.unisono_group.reduce, (tensor, root, op), [tensor], opts, timeout)
+        return self._run("reduce", self.transport.reduce, (tensor, root, None, op, None), [tensor], opts, timeout)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         tensor = one(tensors)
         root = opts if isinstance(opts, int) else 0 if opts is None else opts.rootRank
-        return self._run("broadcast", self.unisono_group.broadcast, (tensor, root), [tensor], opts, timeout)
+        return self._run("broadcast", self.transport.broadcast, (tensor, root), [tensor], opts, timeout)
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         outputs = output_lists[0] if nested(output_lists) else output_lists
-        return self._run("all_gather", self.unisono_group.all_gather, (outputs, one(inputs)), [outputs], opts, timeout)
+        return self._run(
+            "all_gather", self.transport.all_gather, (outputs, one(inputs), None), [outputs], opts, timeout
+        )
 
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
-        return self._run("_all_gather_base", self.unisono_group.all_gather, (output, input), [output], opts, timeout)
+        return self._run("_all_gather_base", self.transport.all_gather, (output, input, None), [output], opts, timeout)
 
     _allgather_base = all_gather_single
 
     def allgather_coalesced(self, output_lists: Any, inputs: Sequence[Tensor], opts: Any = None) -> Work:
-        calls = [([of_rank[i] for of_rank in output_lists], tensor) for i, tensor in enumerate(inputs)]
-        return self._run_all("all_gather", self.unisono_group.all_gather, calls, output_lists, opts)
+        calls = [([of_rank[i] for of_rank in output_lists], tensor, None) for i, tensor in enumerate(inputs)]
+        return self._run_all("all_gather", self.transport.all_gather, calls, output_lists, opts)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        calls = list(zip(outputs, inputs, strict=True))
-        return self._run_all("all_gather_into_tensor_coalesced", self.unisono_group.all_gather, calls, outputs, opts)
+        calls = [(output, input, None) for output, input in zip(outputs, inputs, strict=True)]
+        return self._run_all("all_gather_into_tensor_coalesced", self.transport.all_gather, calls, outputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -266,8 +258,8 @@ class Face:
         inputs = input_lists[0] if nested(input_lists) else input_lists
         return self._run(
             "reduce_scatter",
-            self.unisono_group.reduce_scatter,
-            (output, inputs, None, op),
+            self.transport.reduce_scatter,
+            (output, inputs, None, op, None),
             [output],
             options,
             timeout,
@@ -279,8 +271,8 @@ class Face:
         op, options = reduction(opts)
         return self._run(
             "_reduce_scatter_base",
-            self.unisono_group.reduce_scatter,
-            (output, input, None, op),
+            self.transport.reduce_scatter,
+            (output, input, None, op, None),
             [output],
             options,
             timeout,
@@ -292,10 +284,8 @@ class Face:
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         op, options = reduction(opts)
-        calls = [(output, input, None, op) for output, input in zip(outputs, inputs, strict=True)]
-        return self._run_all(
-            "reduce_scatter_tensor_coalesced", self.unisono_group.reduce_scatter, calls, outputs, options
-        )
+        calls = [(output, input, None, op, None) for output, input in zip(outputs, inputs, strict=True)]
+        return self._run_all("reduce_scatter_tensor_coalesced", self.transport.reduce_scatter, calls, outputs, options)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -303,20 +293,22 @@ class Face:
         root = opts if isinstance(opts, int) else opts.rootRank
         outputs = (output_lists[0] if nested(output_lists) else output_lists) or None
         return self._run(
-            "gather", self.unisono_group.gather, (outputs, one(inputs), root), [outputs or []], opts, timeout
+            "gather", self.transport.gather, (outputs, one(inputs), root, None), [outputs or []], opts, timeout
         )
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         root = opts if isinstance(opts, int) else opts.rootRank
         inputs = (input_lists[0] if nested(input_lists) else input_lists) or None
         output = one(outputs)
-        return self._run("scatter", self.unisono_group.scatter, (output, inputs, root), [output], opts, timeout)
+        return self._run("scatter", self.transport.scatter, (output, inputs, root, None), [output], opts, timeout)
 
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
         outputs = list(outputs)
-        return self._run("all_to_all", self.unisono_group.all_to_all, (outputs, list(inputs)), outputs, opts, timeout)
+        return self._run(
+            "all_to_all", self.transport.all_to_all, (outputs, list(inputs), None, None), outputs, opts, timeout
+        )
 
     def all_to_all_single(
         self,
@@ -328,12 +320,12 @@ class Face:
         timeout: timedelta | None = None,
     ) -> Work:
         both = counts(output, output_split_sizes, self.size()), counts(input, input_split_sizes, self.size())
-        return self._run("all_to_all", self.unisono_group.all_to_all, (output, input, *both), [output], opts, timeout)
+        return self._run("all_to_all", self.transport.all_to_all, (output, input, *both), [output], opts, timeout)
 
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        return self._run("barrier", self.unisono_group.barrier, (), [], opts, timeout)
+        return self._run("barrier", self.transport.barrier, (), [], opts, timeout)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """A barrier in which rank 0 names the ranks that did not come in time."""
@@ -346,19 +338,15 @@ class Face:
     # -- point to point
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
-        return self._mail("send", self.unisono_group.send, one(tensors), dst, tag)
+        return self._mail("send", self.transport.send, one(tensors), dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
-        return self._mail("recv", self.unisono_group.recv, one(tensors), src, tag)
+        return self._mail("recv", self.transport.recv, one(tensors), src, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
-        return self._mail("recvAnySource", self.unisono_group.recv, one(tensors), None, tag)
+        return self._mail("recvAnySource", self.transport.recv, one(tensors), None, tag)
 
     # -- how a call is made
-
-    def work_of(self, handle: Handle, output: Tensor) -> Work:
-        """The torch face of a call that was made on ``unisono_group`` directly."""
-        return Work((handle,), [output])
 
     def _run(
         self,
@@ -382,7 +370,7 @@ class Face:
             if end is not None:
                 end()
             return FINISHED
-        work = Work((handle,), outputs, end, (copies,) if copies else ())
+        work = Work((handle,), outputs, end, (copies.write_back,) if copies else ())
         if self._batch is not None:
             self._batch.append(work)
         return work
@@ -406,7 +394,8 @@ class Face:
         handles = [_call(name, verb, arguments, now, timeout_s, end) for arguments in calls]
         if end is not None and now:
             end()
-        work = Work(() if now else handles, outputs, None if now else end, () if now else copies)
+        after = () if now else [copied.write_back for copied in copies]
+        work = Work(() if now else handles, outputs, None if now else end, after)
         if self._batch is not None:
             self._batch.append(work)
         return work
@@ -416,7 +405,7 @@ class Face:
         try:
             if tag < 0:
                 raise ValueError("Tag must be nonnegative")  # others are ours, see monitored_barrier
-            handle = verb(settled(tensor), peer, tag, async_op=True, timeout_s=self._timeout_s)
+            handle = verb(settled(tensor), peer, tag, self._timeout_s, True)
         except (TypeError, ValueError) as error:
             if end is not None:
                 end()
@@ -442,7 +431,7 @@ class Face:
         return Work(
             [handle for work in works for handle in work._handles],
             [work._outputs for work in works],
-            copies=[copies for work in works for copies in work._copies],
+            after=[step for work in works for step in work._after],
         )
 
 
@@ -456,7 +445,7 @@ def _call(
 ) -> Any:
     """Calls a verb of the group; ``end`` closes the profiler's range if that is refused."""
     try:
-        return verb(*arguments, async_op=not now, timeout_s=timeout_s)
+        return verb(*arguments, timeout_s, not now)
     except (TypeError, ValueError) as error:
         if end is not None:
             end()
@@ -478,4 +467,4 @@ def _record(name: str, arguments: Sequence[Any]) -> Callable[[], None]:
     return lambda: torch.autograd._record_function_with_args_exit(record)  # type: ignore[attr-defined]
 
 
-keep_uncompiled(Face, Work)
+keep_uncompiled(ProcessGroupAdapter, Work)

@@ -17,8 +17,8 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from ..base.uncompiled import keep_uncompiled
-from ..group import names as groups
 from ..base.work import Work as UnisonoWork
+from ..group import names as groups
 
 _library: Any = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
 
@@ -75,7 +75,7 @@ def _for_our_groups(name: str, ours: Callable[..., Any]) -> None:
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         group = args[-1]  # the last argument of all three operators, but for `out`
-        if groups.face(_group(group)) is None:
+        if groups.adapter_of(_group(group)) is None:
             return torchs.call_boxed(keys, *args, **kwargs)
         return ours(*args, **kwargs)
 

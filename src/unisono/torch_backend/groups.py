@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from ..group import names as groups
 from ..group.names import GroupLike
-from .adapter import Face
+from .adapter import ProcessGroupAdapter
 
 
 def split_group(
@@ -61,9 +61,9 @@ def monitored_barrier(group: GroupLike = None, timeout: timedelta | None = None,
     _unisono_group(group, "monitored_barrier").monitored_barrier(timeout, wait_all_ranks)
 
 
-def _unisono_group(group: GroupLike, function: str) -> Face:
+def _unisono_group(group: GroupLike, function: str) -> ProcessGroupAdapter:
     found = groups.resolve(group)
-    face = groups.face(found)
-    if face is None:
+    adapter = groups.adapter_of(found)
+    if adapter is None:
         raise TypeError(f"{function} takes a process group of backend unisono, got {found!r}")
-    return face  # type: ignore[no-any-return]
+    return adapter  # type: ignore[no-any-return]

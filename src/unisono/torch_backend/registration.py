@@ -1,8 +1,8 @@
 """The torch.distributed backend "unisono": what init_process_group("unisono") and new_group make, and its registration.
 
-One body, :class:`Face` (``torch_face.py``), serves both of torch's bases: ProcessGroup, which every version lets Python
-inherit from and calls directly, and since torch 2.14 Backend, which C++ code asks the group for and which alone can be
-one of several.
+One body, :class:`ProcessGroupAdapter` (``adapter.py``), serves both of torch's bases: ProcessGroup, which every version
+lets Python inherit from and calls directly, and since torch 2.14 Backend, which C++ code asks the group for and which
+alone can be one of several.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, Store
 
 from ..base.uncompiled import keep_uncompiled
+from ..base.work import Work
 from ..group import names as groups
 from ..group.group import Group
 from . import fallbacks  # noqa: F401  (registers its kernels)
-from .adapter import Face
-from ..base.work import Work
+from .adapter import ProcessGroupAdapter
 
 _CPU = torch.device("cpu")
 
 
 if groups.PYTHON_BACKENDS:
 
-    class BackendUnisono(Face, Backend):
+    class BackendUnisono(ProcessGroupAdapter, Backend):
         """Unisono as the CPU backend inside of a C++ process group, which may have others for other devices."""
 
         supports_splitting = False
@@ -44,8 +44,8 @@ if groups.PYTHON_BACKENDS:
     keep_uncompiled(BackendUnisono)
 
 
-class ProcessGroupUnisono(Face, dist.ProcessGroup):
-    """A torch process group on a unisono :class:`Group`, its attribute ``unisono_group``; see :class:`Face`."""
+class ProcessGroupUnisono(ProcessGroupAdapter, dist.ProcessGroup):
+    """A torch process group on a unisono :class:`Group`, its ``unisono_group``; see :class:`ProcessGroupAdapter`."""
 
     def __init__(self, group: Group, store: Store | None = None) -> None:
         dist.ProcessGroup.__init__(self, group.rank, group.size)  # type: ignore[call-arg]
@@ -56,7 +56,7 @@ class ProcessGroupUnisono(Face, dist.ProcessGroup):
             self._register_backend(_CPU, dist.ProcessGroup.BackendType.CUSTOM, BackendUnisono(group, store))
 
 
-def create(opts: Any, backend_options: Any = None) -> Face:
+def create(opts: Any, backend_options: Any = None) -> ProcessGroupAdapter:
     """Makes the group that init_process_group and new_group ask for, or the CPU backend of one with other devices."""
     others = ", ".join(f'"{device}:{name}"' for device, name in wanted_backends().items() if name != "unisono")
     if others and not groups.PYTHON_BACKENDS:
@@ -95,5 +95,5 @@ def wanted_backends() -> dict[str, str]:
     return {} if config is None else {device: str(name) for device, name in config.get_device_backend_map().items()}
 
 
-Face.group_type = ProcessGroupUnisono
+ProcessGroupAdapter.group_type = ProcessGroupUnisono
 dist.Backend.register_backend("unisono", create, extended_api=True, devices=["cpu"])

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from ..base import ops
 from ..base.errors import MismatchError
-from ..group.group import Group, reduce_op_name
+from ..group.group import Group
 
 
 def all_reduce(group: Group, tensor: torch.Tensor, op: Any) -> torch.Tensor:
@@ -15,8 +16,9 @@ def all_reduce(group: Group, tensor: torch.Tensor, op: Any) -> torch.Tensor:
 
     Every rank may have another number of entries. It runs in the caller's thread, also when asked for with async_op.
     """
-    if reduce_op_name(op) != "sum":
-        raise ValueError(f"allreduce of sparse tensors only works with ReduceOp.SUM, got {reduce_op_name(op)}")
+    name = ops.name_of(ops.read(op)[0])
+    if name != "sum":
+        raise ValueError(f"allreduce of sparse tensors only works with ReduceOp.SUM, got {name}")
     if tensor.layout is not torch.sparse_coo:
         raise ValueError(f"all_reduce takes dense and sparse COO tensors, got layout {tensor.layout}")
     mine = tensor.coalesce()

@@ -96,7 +96,7 @@ def agrees(shown: Sequence[bytes], one: int, other: int) -> bool:
         return False
     size = len(shown)
     mine, theirs = _table(shown[one], size), _table(shown[other], size)
-    return mine[other] == theirs[size + one] and mine[size + other] == theirs[one]
+    return bool(mine[other] == theirs[size + one] and mine[size + other] == theirs[one])
 
 
 def _misfits(shown: Sequence[bytes]) -> list[int]:

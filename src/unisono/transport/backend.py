@@ -1,6 +1,6 @@
 """The verbs that every torch backend has, through torch.distributed; the base of all transports on other backends.
 
-What not every backend offers is made of what it has: AVG and PREMUL_SUM of a SUM, gathering and scattering unequal parts
+What not every backend offers is made of what it has: AVG and PREMUL_SUM of a SUM, gather and scatter of unequal parts
 of messages. All-gather with counts, and reduce-scatter, differ from backend to backend and are the subclasses' own.
 Before these move data the ranks compare what they were asked for, so that different splits raise MismatchError on every
 rank instead of a hang, a crash or wrong numbers. A group without a backend for CPU tensors cannot be asked without
@@ -94,7 +94,7 @@ class BackendTransport:
         if not isinstance(output, Tensor):
             works = [dist.all_gather(list(output), input, self.pg, async_op)]
         elif counts is None:
-            works = [_all_gather_single(output, input, self.pg, async_op)]
+            works = [_all_gather_single(flat(output), flat(input), self.pg, async_op)]
         else:
             return self._all_gather(flat(output), flat(input), counts, output, async_op)
         return ended("all_gather", works, output, async_op)
@@ -125,7 +125,7 @@ class BackendTransport:
             )
 
         def part_again() -> None:
-            for part, received in zip(output, target.split(list(expected)), strict=True):
+            for part, received in zip(output, torch.split(target, list(expected)), strict=True):
                 flat(part).copy_(received)
 
         return self._all_to_all(target, source, expected, sent, output, part_again if scattered else None, async_op)
@@ -136,7 +136,8 @@ class BackendTransport:
     ) -> Handle | None:  # fmt: skip
         here = self.rank == root
         if counts is None:
-            works = [dist.gather(input, self._parts(output, None, input) if here else None, None, self.pg, async_op, root)]
+            parts = self._parts(output, None, input) if here else None
+            works = [dist.gather(input, parts, None, self.pg, async_op, root)]
             return ended("gather", works, output, async_op)
         works = []
         if not here:
@@ -155,7 +156,8 @@ class BackendTransport:
     ) -> Handle | None:  # fmt: skip
         here = self.rank == root
         if counts is None:
-            works = [dist.scatter(output, self._parts(input, None, output) if here else None, None, self.pg, async_op, root)]
+            parts = self._parts(input, None, output) if here else None
+            works = [dist.scatter(output, parts, None, self.pg, async_op, root)]
             return ended("scatter", works, output, async_op)
         works = []
         if not here:
@@ -243,8 +245,8 @@ class BackendTransport:
         if not isinstance(tensors, Tensor):
             return list(tensors or ())
         if counts is not None or like is None:
-            return list(flat(tensors).split(list(counts or ())))
-        return [part.view(like.shape) for part in flat(tensors).split([like.numel()] * self.size)]
+            return list(torch.split(flat(tensors), list(counts or ())))
+        return [part.view(like.shape) for part in torch.split(flat(tensors), [like.numel()] * self.size)]
 
     def _as_one(self, tensors: Tensors, counts: Counts) -> tuple[Tensor, Sequence[int], bool]:
         """Tensors as one flat one with counts, and whether that is a copy."""
@@ -262,7 +264,7 @@ def ended(
     after: Step | None = None,
     wait: bool = False,
 ) -> Handle | None:
-    """What a verb returns: its handle, or nothing when it is over. ``wait``: the works run even if it is synchronous."""
+    """What a verb returns: its handle, or None when it is over. ``wait``: the works run although it is synchronous."""
     if async_op:
         return Handle(WorksPending(works, after), verb, result)
     if wait:
@@ -305,6 +307,4 @@ def _copy_unless_same(to: Tensor, source: Tensor) -> None:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    )
+    return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ def find(group: GroupLike, tensor: Tensor) -> Transport | None:
     if ours is not None and tensor.is_cpu:
         return ours.transport
     found = resolve(group)
-    return None if found is None else _transport_of(found, tensor.device)
+    return None if found is None else transport_of(found, tensor.device)
 
 
 def find_for_barrier(group: GroupLike) -> Transport | None:
@@ -41,26 +42,22 @@ def find_for_barrier(group: GroupLike) -> Transport | None:
     if found is None:
         return None
     kinds = devices_of(found)
-    return _transport_of(found, torch.device("cpu" if "cpu" in kinds else kinds[0]))
+    return transport_of(found, torch.device("cpu" if "cpu" in kinds else kinds[0]))
 
 
-def _transport_of(group: Group | ProcessGroup, device: torch.device) -> Transport:
+def transport_of(group: Group | ProcessGroup, device: torch.device) -> Transport:
     ours = native(group)
-    if ours is not None and (device.type == "cpu" or isinstance(group, Group) or not _has(group, device)):
+    if ours is not None and (device.type == "cpu" or getattr(group, "unisono_group", None) is ours):
         return ours.transport  # which says what is wrong with tensors of other devices
-    assert isinstance(group, ProcessGroup)
-    if not _has(group, device):
-        expected = " or ".join(devices_of(group))
-        raise RuntimeError(f"Tensors must be on a supported device\n  expected {expected}, got a tensor on {device}")
+    group = cast(ProcessGroup, group)
+    kinds = devices_of(group)
+    if device.type not in kinds:
+        device = torch.device(kinds[0])  # the adapter, or the backend itself, refuses the tensor in its own words
     by_device = _known.setdefault(group, {})
     transport = by_device.get(device.type)
     if transport is None:
         transport = by_device[device.type] = _make(group, device)
     return transport
-
-
-def _has(group: ProcessGroup, device: torch.device) -> bool:
-    return any(known.type == device.type for known in group._device_types)
 
 
 def _make(pg: ProcessGroup, device: torch.device) -> BackendTransport:

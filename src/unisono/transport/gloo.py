@@ -1,8 +1,8 @@
 """Uneven collectives by send and receive, for gloo: every byte goes once from where it is to where it is wanted.
 
 In a call each rank sends each other a *header*, which says what it was asked for and holds the data itself if that is
-small. Larger data is sent beside it, under a tag made of the request's digest and the data's length, so it only ever meets
-data of an equal request. If requests differ, every rank reads so in the headers and raises.
+small. Larger data is sent beside it, under a tag made of the request's digest and the data's length, so it only ever
+meets data of an equal request. If requests differ, every rank reads so in the headers and raises.
 
 Of two ranks the lower one writes first and the higher one answers. When both write at once, gloo's thread may find the
 connection locked by a sender that it has itself displaced from the CPU, and tries again until its time slice ends.
@@ -119,7 +119,8 @@ class GlooTransport(BackendTransport):
             if end - start > small
         ]
         messages.works += receiving
-        passed_on = [(peer, messages.recv(output[start:end], peer)) for peer, (start, end) in (relay[2] if relay else ())]
+        others = relay[2] if relay is not None else ()
+        passed_on = [(peer, messages.recv(output[start:end], peer)) for peer, (start, end) in others]
         messages.all_posted()
 
         def rest() -> None:
@@ -174,7 +175,9 @@ class GlooTransport(BackendTransport):
         fitting = scratch_bytes // (_PIECES_AHEAD * (self.size - 1))
         return max(1, min(fitting, _PIECE_BYTES) // item_bytes)
 
-    def _open(self, request: Request, source: Tensor, spans: list[Span], room: int, cut: Cut, at_once: bool) -> _Messages:
+    def _open(
+        self, request: Request, source: Tensor, spans: list[Span], room: int, cut: Cut, at_once: bool
+    ) -> _Messages:
         return _Messages(self, self._calls.next(), request, source, spans, room, cut, at_once)
 
     def buffer(self) -> Tensor:
@@ -270,7 +273,8 @@ class _Messages:
 
     def data_from(self, peer: int, like: Tensor) -> Tensor:
         """The data in a peer's header."""
-        return self.received[peer][0][self.transport.head_bytes : self.transport.head_bytes + like.nbytes].view(like.dtype)
+        start = self.transport.head_bytes
+        return self.received[peer][0][start : start + like.nbytes].view(like.dtype)
 
     def send(self, tensor: Tensor, peer: int) -> Any:
         return self.pg.send([tensor], peer, self._tag(tensor))

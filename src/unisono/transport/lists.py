@@ -1,10 +1,11 @@
-"""Backends whose list forms take unequal tensors (nccl, hccl, xccl), and torch_npu's own uneven calls where it has them."""
+"""Backends whose list forms take unequal tensors (nccl, hccl, xccl), and torch_npu's own uneven calls if there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -21,14 +22,14 @@ class ListsTransport(BackendTransport):
         self, whole: Tensor, part: Tensor, counts: Sequence[int], result: Any, async_op: bool
     ) -> Handle | None:
         self._compare("all_gather", part.dtype, counts=counts)
-        works = [dist.all_gather(list(whole.split(list(counts))), part, group=self.pg, async_op=async_op)]
+        works = [dist.all_gather(list(torch.split(whole, list(counts))), part, group=self.pg, async_op=async_op)]
         return ended("all_gather", works, result, async_op)
 
     def _reduce_scatter(
         self, part: Tensor, whole: Tensor, counts: Sequence[int], op: int, factor: float, result: Any, async_op: bool
     ) -> Handle | None:
         self._compare("reduce_scatter", part.dtype, op, counts, factor)
-        chunks = list(whole.split(list(counts)))
+        chunks = list(torch.split(whole, list(counts)))
         works = [dist.reduce_scatter(part, chunks, ops.for_torch(op, factor), group=self.pg, async_op=async_op)]
         return ended("reduce_scatter", works, result, async_op)
 

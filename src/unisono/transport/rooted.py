@@ -32,7 +32,7 @@ class RootedTransport(BackendTransport):
         self, whole: Tensor, part: Tensor, counts: Sequence[int], result: Any, async_op: bool
     ) -> Handle | None:
         self._compare("all_gather", part.dtype, counts=counts)
-        chunks = whole.split(list(counts))
+        chunks = torch.split(whole, list(counts))
         if chunks[self.rank].data_ptr() != part.data_ptr():
             chunks[self.rank].copy_(part)
         works = [
@@ -50,7 +50,7 @@ class RootedTransport(BackendTransport):
         copies = premul or not self.keeps_input
         torch_op = ops.for_torch(ops.SUM if premul or op == ops.AVG else op, 1.0)
         works = []
-        for root, chunk in enumerate(whole.split(list(counts))):
+        for root, chunk in enumerate(torch.split(whole, list(counts))):
             if root == self.rank:
                 if part.data_ptr() != chunk.data_ptr():
                     part.copy_(chunk)

@@ -20,9 +20,10 @@ from torch.distributed import ReduceOp
 
 from ..base import ops
 from ..calls.groups import result
-from ..calls.splits import SplitsLike, check_exchange, check_tensors, check_whole_and_part, refuse_splits_of
-from ..group.names import GroupLike
+from ..calls.splits import SplitsLike, check_exchange, check_whole_and_part, refuse_no_tensors, refuse_splits_of
+from ..group.names import GroupLike, resolve
 from ..transport.find import find
+from ..transport.protocol import Transport
 from .tracing import as_list, flat_matrix, group_name, is_traced, untraced
 
 _operators = torch.ops.unisono  # made in operators.py
@@ -51,10 +52,9 @@ def all_gather_into_tensor_uneven(
         if async_op:
             return untraced(all_gather_into_tensor_uneven, output, input, output_split_sizes, group)
         return _operators.all_gather_into_tensor_uneven_(output, input, as_list(output_split_sizes), group_name(group))
-    check_tensors(output, input)
-    transport = find(group, output)
+    transport = _transport("all_gather_into_tensor_uneven", group, output, input)
     if transport is None:
-        return _warn_outside("all_gather_into_tensor_uneven")
+        return None
     counts = check_whole_and_part(group, transport.rank, transport.size, output, input, output_split_sizes, True)
     if input.requires_grad:
         _warn_no_autograd("all_gather_into_tensor_uneven")
@@ -86,10 +86,9 @@ def reduce_scatter_tensor_uneven(
         return _operators.reduce_scatter_tensor_uneven_(
             output, input, as_list(input_split_sizes), ops.traced_name(op), group_name(group)
         )
-    check_tensors(output, input)
-    transport = find(group, input)
+    transport = _transport("reduce_scatter_tensor_uneven", group, output, input)
     if transport is None:
-        return _warn_outside("reduce_scatter_tensor_uneven")
+        return None
     if isinstance(input_split_sizes, ops.TORCH_CLASSES):
         refuse_splits_of(input_split_sizes)
     counts = check_whole_and_part(group, transport.rank, transport.size, input, output, input_split_sizes, False)
@@ -118,19 +117,24 @@ def all_to_all_vc(
         if async_op:
             return untraced(all_to_all_vc, output, input, send_count_matrix, group)
         return _operators.all_to_all_vc_(output, input, flat_matrix(send_count_matrix), group_name(group))
-    check_tensors(output, input)
-    transport = find(group, input)
+    transport = _transport("all_to_all_vc", group, output, input)
     if transport is None:
-        return _warn_outside("all_to_all_vc")
+        return None
     counts = check_exchange(group, transport.rank, transport.size, output, input, send_count_matrix)
     if input.requires_grad:
         _warn_no_autograd("all_to_all_vc")
     return result(group, transport.all_to_all(output, input, *counts, None, async_op), output)
 
 
-def _warn_outside(verb: str) -> None:
-    rank = dist.get_rank() if dist.is_initialized() else -1
-    warnings.warn(f"Running {verb} on global rank {rank} which does not belong to the given group.", stacklevel=3)
+def _transport(verb: str, group: GroupLike, output: Tensor, input: Tensor) -> Transport | None:
+    """The group's transport; None, with a warning, if this process is not in the group."""
+    if not (isinstance(output, Tensor) and isinstance(input, Tensor)) and resolve(group) is not None:
+        refuse_no_tensors(output, input)
+    found = find(group, output)
+    if found is None:
+        rank = dist.get_rank() if dist.is_initialized() else -1
+        warnings.warn(f"Running {verb} on global rank {rank} which does not belong to the given group.", stacklevel=3)
+    return found
 
 
 def _warn_no_autograd(verb: str) -> None:

@@ -1,4 +1,4 @@
-"""Compositions for backends that are not installed here, on groups that stand for them; and gloo's use of memory."""
+"""Transports for backends that are not installed here, on groups that stand for them; and gloo's use of memory."""
 
 import contextlib
 import sys
@@ -12,10 +12,10 @@ import torch.distributed as dist
 import unisono
 from tests import reference
 from tests.uneven.cases import factor_of, splits_for, world
-from unisono import _core
-from unisono.transport import compositions
-from unisono.transport import gloo as direct
-from unisono.transport.compositions import Ascend, Lists, Rooted, composition_of
+from unisono.transport import find, gloo
+from unisono.transport.find import transport_of
+from unisono.transport.lists import AscendTransport, ListsTransport
+from unisono.transport.rooted import RootedTransport
 
 OPS = ("sum", "avg", "product", "min", "max", "premul_sum")
 
@@ -23,9 +23,9 @@ OPS = ("sum", "avg", "product", "min", "max", "premul_sum")
 def composed_values(group, kind, path, name, ops, async_op):
     rank, size, complaints = group.rank, group.size, []
     with world(group, kind, path) as pg:
-        composition = {
-            "lists": lambda: Lists(pg),
-            "rooted": lambda: Rooted(pg, keeps_input=kind == "unisono"),
+        transport = {
+            "lists": lambda: ListsTransport(pg),
+            "rooted": lambda: RootedTransport(pg, keeps_input=kind == "unisono"),
         }[name]()
 
         def compare(what, got, want):
@@ -37,7 +37,7 @@ def composed_values(group, kind, path, name, ops, async_op):
             parts = [reference.make_input("float32", n, r, seed) for r, n in enumerate(counts)]
             whole = torch.zeros(sum(counts))
             mine = parts[rank].clone()
-            work = composition.all_gather(whole, mine, counts, async_op)
+            work = transport.all_gather(whole, mine, counts, None, async_op)
             assert (work is not None) is async_op
             work and work.wait()
             compare(f"all_gather {counts}", whole, reference.joined(parts))
@@ -45,7 +45,8 @@ def composed_values(group, kind, path, name, ops, async_op):
             for op in ops:
                 source, part = wholes[rank].clone(), torch.zeros(counts[rank])
                 factors = [factor_of(r) for r in range(size)]
-                work = composition.reduce_scatter(part, source, counts, _core.OPS[op], factors[rank], async_op)
+                factor = factors[rank] if op == "premul_sum" else None
+                work = transport.reduce_scatter(part, source, counts, op, factor, None, async_op)
                 work and work.wait()
                 want = reference.expected(rank, "reduce_scatter", wholes, counts, op, factors=factors)
                 compare(f"reduce_scatter {op} {counts}", part, want)
@@ -54,16 +55,22 @@ def composed_values(group, kind, path, name, ops, async_op):
             matrix = [list(counts) for _ in range(size)]
             sources = [reference.make_input("float32", sum(counts), r, seed) for r in range(size)]
             output = torch.zeros(size * counts[rank])
-            flat = [n for row in matrix for n in row]
-            work = composition.all_to_all(output, sources[rank], [counts[rank]] * size, counts, flat, async_op)
+            work = transport.all_to_all(output, sources[rank], [counts[rank]] * size, counts, None, async_op)
             work and work.wait()
             compare(f"all_to_all {counts}", output, reference.expected(rank, "all_to_all", sources, matrix))
         try:
             odd = [2, *[1] * (size - 2), 0] if rank == 0 else [1] * size
-            composition.all_gather(torch.zeros(size), torch.zeros(odd[rank]), odd, False)
+            transport.all_gather(torch.zeros(size), torch.zeros(odd[rank]), odd, None, False)
             complaints.append("different splits: nothing was raised")
         except unisono.MismatchError as error:
             if "<- differs" not in str(error):
+                complaints.append(str(error))
+        try:
+            wanted = [2 if rank + r == 1 and rank == 0 else 1 for r in range(size)]  # 0 expects 2 of 1, which sends 1
+            transport.all_to_all(torch.zeros(sum(wanted)), torch.zeros(size), wanted, [1] * size, None, False)
+            complaints.append("an exchange that does not fit: nothing was raised")
+        except unisono.MismatchError as error:
+            if error.peers != (0, 1):
                 complaints.append(str(error))
     return complaints
 
@@ -74,7 +81,7 @@ def composed_values(group, kind, path, name, ops, async_op):
     [("unisono", "lists", OPS), ("unisono", "rooted", OPS), ("gloo", "rooted", OPS)],
 )
 @pytest.mark.parametrize("size", [2, 3])
-def test_compositions(pool, size, kind, name, ops, async_op, tmp_path):
+def test_values_and_mismatches(pool, size, kind, name, ops, async_op, tmp_path):
     assert pool.run(composed_values, kind, str(tmp_path / "store"), name, ops, async_op) == [[]] * size
 
 
@@ -82,13 +89,20 @@ def integer_average(group, path):
     with world(group, "gloo", path) as pg:
         part = torch.zeros(1, dtype=torch.int32)
         source = torch.tensor([-3, 5], dtype=torch.int32) * (1 + group.rank)
-        Rooted(pg, keeps_input=False).reduce_scatter(part, source, [1, 1], _core.OPS["avg"], 1.0, False)
+        RootedTransport(pg, keeps_input=False).reduce_scatter(part, source, [1, 1], "avg", None, None, False)
         return part.item()
 
 
 @pytest.mark.parametrize("size", [2])
 def test_average_of_integers_is_cut(pool, size, tmp_path):
     assert pool.run(integer_average, str(tmp_path / "store")) == [-4, 7]
+
+
+class Done(dist.Work):
+    """A work that is over."""
+
+    def wait(self, timeout=None):
+        return True
 
 
 class FakeBackend:
@@ -100,7 +114,7 @@ class FakeBackend:
 
 
 class FakeGroup:
-    """Enough of a process group to be asked which composition it takes."""
+    """Enough of a process group to be asked which transport it takes."""
 
     group_name = "fake"
     _device_types = (torch.device("cuda"),)
@@ -121,27 +135,27 @@ class FakeGroup:
 @pytest.mark.parametrize(
     "name, kind, keeps_input",
     [
-        ("nccl", Lists, None),
-        ("hccl", Lists, None),
-        ("mpi", Rooted, True),
-        ("ucc", Rooted, True),
-        ("new", Rooted, False),
+        ("nccl", ListsTransport, None),
+        ("hccl", ListsTransport, None),
+        ("mpi", RootedTransport, True),
+        ("ucc", RootedTransport, True),
+        ("new", RootedTransport, False),
     ],
 )
 def test_choice_by_name(name, kind, keeps_input):
     group = FakeGroup(name)
-    chosen = composition_of(group, torch.device("cuda"))
+    chosen = transport_of(group, torch.device("cuda"))
     assert type(chosen) is kind and getattr(chosen, "keeps_input", None) is keeps_input
-    assert composition_of(group, torch.device("cuda")) is chosen  # chosen once
-    assert not chosen.can_ask  # no backend for CPU tensors
+    assert transport_of(group, torch.device("cuda")) is chosen  # chosen once
+    assert not chosen._can_compare  # no backend for CPU tensors
 
 
 def test_a_choice_does_not_keep_the_group():
     group = FakeGroup("mpi")
-    composition_of(group, torch.device("cuda"))
-    before = len(compositions._chosen)
+    transport_of(group, torch.device("cuda"))
+    before = len(find._known)
     del group
-    assert len(compositions._chosen) == before - 1
+    assert len(find._known) == before - 1
 
 
 def test_torch_npu_is_used_where_it_has_the_calls(monkeypatch):
@@ -150,26 +164,26 @@ def test_torch_npu_is_used_where_it_has_the_calls(monkeypatch):
     def gather(output, input, output_split_sizes=None, group=None, async_op=False):
         calls.append(("gather", output_split_sizes, group, async_op))
         output.copy_(input)
-        return "work"
+        return Done()
 
     def reduce(output, input, input_split_sizes=None, op=dist.ReduceOp.SUM, group=None, async_op=False):
         calls.append(("reduce", input_split_sizes, op, group, async_op))
         output.copy_(input)
-        return "work"
+        return Done()
 
     fake = types.ModuleType("torch_npu")
     fake.distributed = types.SimpleNamespace(all_gather_into_tensor_uneven=gather)
     monkeypatch.setitem(sys.modules, "torch_npu", fake)
     npu = torch.device("cuda")  # a torch without torch_npu has no npu
-    assert type(composition_of(FakeGroup("hccl"), npu)) is Lists  # an older torch_npu, with one of the two calls
+    assert type(transport_of(FakeGroup("hccl"), npu)) is ListsTransport  # an older torch_npu, with one of the two calls
     fake.distributed.reduce_scatter_tensor_uneven = reduce
     group = FakeGroup("hccl")
-    chosen = composition_of(group, npu)
-    assert type(chosen) is Ascend
+    chosen = transport_of(group, npu)
+    assert type(chosen) is AscendTransport
     source, output = torch.ones(3), torch.zeros(3)
-    assert chosen.all_gather(output, source, [3], False) is None
+    assert chosen.all_gather(output, source, [3], None, False) is None
     assert output.tolist() == [1.0] * 3
-    assert chosen.reduce_scatter(output, source, [3], _core.OPS["max"], 1.0, True) == "work"
+    assert chosen.reduce_scatter(output, source, [3], "max", None, None, True).result() is output
     assert calls == [("gather", [3], group, False), ("reduce", [3], dist.ReduceOp.MAX, group, True)]
 
 
@@ -228,23 +242,23 @@ def test_leaving_early_on_gloo(pool, size, tmp_path):
 
 
 @contextlib.contextmanager
-def short_letters():
-    """Everything that does not fit into 512 bytes goes beside the letters, in small pieces."""
-    small = {"_LETTERS_BYTES": 512, "_GATHER_BYTES": 512, "_LEAST_LETTER": 512, "_LEAST_SCRATCH": 512}
-    before = {name: getattr(direct, name) for name in small}
+def short_headers():
+    """Everything that does not fit into 512 bytes goes beside the headers, in small pieces."""
+    small = {"_HEADERS_BYTES": 512, "_GATHER_BYTES": 512, "_LEAST_HEADER": 512, "_LEAST_SCRATCH": 512}
+    before = {name: getattr(gloo, name) for name in small}
     try:
         for name, value in small.items():
-            setattr(direct, name, value)
+            setattr(gloo, name, value)
         yield
     finally:
         for name, value in before.items():
-            setattr(direct, name, value)
+            setattr(gloo, name, value)
 
 
 def many_under_way(group, path):
     """The last rank comes when the others have 300 calls under way, more than any small counter can tell apart."""
     size, rank, wrong = group.size, group.rank, []
-    with short_letters(), world(group, "gloo", path):
+    with short_headers(), world(group, "gloo", path):
         count = 900  # some pieces each
         parts, works = [], []
         if rank == size - 1:
@@ -271,7 +285,7 @@ def test_many_calls_under_way_on_gloo(pool, size, tmp_path):
 def disagree_and_go_on(group, path):
     """What was given up when ranks disagreed is never met again, however many calls later."""
     size, rank, errors = group.size, group.rank, 0
-    with short_letters(), world(group, "gloo", path):
+    with short_headers(), world(group, "gloo", path):
         even, odd = [900] * size, [901, *[900] * (size - 2), 899]
         for call in range(300):
             splits = odd if rank == 0 and call == 3 else even

@@ -1,0 +1,1 @@
+"""Every way of moving data, with the same tests for each."""
