@@ -4,7 +4,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .base.errors import UnisonoError
+from .base.errors import ArgumentError, UnisonoError
 from .base.handle import Handle
 
 ReduceOp = str | int | dist.ReduceOp | dist.ReduceOp.RedOpType
@@ -12,6 +12,7 @@ ReduceOp = str | int | dist.ReduceOp | dist.ReduceOp.RedOpType
 VERBS: dict[str, int]
 OPS: dict[str, int]
 DTYPES: dict[str, int]
+RULES: dict[str, int]
 LAYOUT: int
 INLINE_BYTES: int
 SLOT_BYTES: int
@@ -23,6 +24,7 @@ def setup(
     reduce_op: type[dist.ReduceOp],
     handle: Callable[[Pending, str, Any], Handle],
     make_error: Callable[..., UnisonoError],
+    make_argument_error: Callable[[str, str, Any, Any, str, int], ArgumentError],
     call_site: Callable[[], str],
     heap_max: int,
     spin_us: int,

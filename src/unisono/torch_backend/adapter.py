@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import AllreduceOptions, BarrierOptions, Store
 
 from ..base import tensors
 from ..base.counter import Counter
+from ..base.errors import make_argument_error
 from ..base.handle import Handle
 from ..base.uncompiled import keep_uncompiled
 from ..group import names as groups
@@ -415,7 +416,7 @@ class Face:
         end = _record(name, [tensor]) if _profiling() else None
         try:
             if tag < 0:
-                raise ValueError("Tag must be nonnegative")  # others are ours, see monitored_barrier
+                raise make_argument_error("tag_negative", "tag", got=tag)  # others are ours, see monitored_barrier
             handle = verb(settled(tensor), peer, tag, async_op=True, timeout_s=self._timeout_s)
         except (TypeError, ValueError) as error:
             if end is not None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..base.errors import MismatchError
+from ..base.errors import MismatchError, make_argument_error
 from ..group.group import Group, reduce_op_name
 
 
@@ -16,9 +16,9 @@ def all_reduce(group: Group, tensor: torch.Tensor, op: Any) -> torch.Tensor:
     Every rank may have another number of entries. It runs in the caller's thread, also when asked for with async_op.
     """
     if reduce_op_name(op) != "sum":
-        raise ValueError(f"allreduce of sparse tensors only works with ReduceOp.SUM, got {reduce_op_name(op)}")
+        raise make_argument_error("sparse_op", "op", "sum", reduce_op_name(op))
     if tensor.layout is not torch.sparse_coo:
-        raise ValueError(f"all_reduce takes dense and sparse COO tensors, got layout {tensor.layout}")
+        raise make_argument_error("sparse_layout", "tensor", torch.sparse_coo, tensor.layout)
     mine = tensor.coalesce()
     indices, values = mine.indices(), mine.values().contiguous()
     shape = [mine.sparse_dim(), mine.dense_dim(), *mine.shape]
