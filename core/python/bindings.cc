@@ -6,7 +6,6 @@
 #include "kernels/gemm.h"
 #include "kernels/reduce.h"
 #include "python/communicator.h"
-#include "yardstick/yardstick.h"
 
 using namespace nb::literals;
 
@@ -188,40 +187,28 @@ NB_MODULE(_core, m) {
       "op"_a.none(), "factor"_a.none() = nb::none());
   m.def("empty", &unisono::empty);
   m.def("empty_like", &unisono::empty_like);
-  m.def("is_shared", [](nb::handle t) {
-    View view = view_tensor(t, "tensor");
-    return is_reachable(view.data, view.bytes());
-  });
   m.def("in_region", [](uintptr_t p) { return in_region(reinterpret_cast<const void*>(p)); });
   m.def("combine", &combine);
   m.def("heap_usage", &heap_usage);
-  m.def("memory_available", &memory_available);
   m.def("isa", [] { return isa_name(current_isa()); });
   m.def("set_isa", [](const std::string& name) {
     for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512})
       if (name == isa_name(isa)) return set_isa(isa);
     return false;
   });
-  m.def("reap", &Pending::reap);
   m.def("multiply", &multiply_pairs, "a"_a, "b"_a, "columns"_a, "c"_a, "bias"_a.none());
   m.def("pack_panels", &pack_into);
   m.def("panel_columns", &panel_columns);
-  m.attr("VERBS") = numbers_of<Verb>(&verb_name);
   m.attr("OPS") = numbers_of<RedOp>(&redop_name);
-  m.attr("DTYPES") = numbers_of<DType>(&dtype_name);
   m.attr("RULES") = numbers_of<Rule>(&rule_name);
   m.attr("LAYOUT") = kLayoutVersion;
-  m.attr("INLINE_BYTES") = kInlineBytes;
-  m.attr("SLOT_BYTES") = kSlotBytes;
-  m.attr("STAGE_BYTES") = kPieceBytes;
 
   nb::class_<Pending>(m, "Pending")
       .def("done", &Pending::done)
       .def("wait", &Pending::wait)
       .def("error", &Pending::error)
       .def("on_done", &Pending::on_done)
-      .def_prop_ro("source", &Pending::source)
-      .def_prop_ro("seq", &Pending::seq);
+      .def_prop_ro("source", &Pending::source);
 
   nb::class_<Communicator>(m, "Communicator")
       .def_prop_ro("rank", &Communicator::rank)
@@ -272,14 +259,4 @@ NB_MODULE(_core, m) {
       .def_prop_ro("name", &Door::name)
       .def("join", &Door::join, "rank"_a, "size"_a, "group"_a, "nonce"_a, "id"_a, "timeout_s"_a, "names"_a,
            "limit_s"_a = nb::none());
-
-  nb::class_<Yardstick>(m, "Yardstick")
-      .def("__init__",
-           [](Yardstick* self, int verb, size_t bytes, const std::vector<double>& splits, int ranks) {
-             nb::gil_scoped_release release;
-             new (self) Yardstick(static_cast<Verb>(verb), bytes, splits, ranks);
-           })
-      .def("round", &Yardstick::round, "calls"_a = 1, "warmup"_a = 1, nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro("variant", &Yardstick::variant)
-      .def_prop_ro("threads", &Yardstick::threads);
 }

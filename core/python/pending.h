@@ -78,7 +78,6 @@ class Pending {
     });
   }
   int source() const { return ticket_->message ? ticket_->message->source : -1; }
-  uint64_t seq() const { return ticket_->call.seq; }
 
  private:
   static std::vector<std::pair<std::shared_ptr<Ticket>, PyObject*>>& orphans() {
