@@ -5,30 +5,15 @@
 
 #include "kernels/reduce.h"
 
-namespace nb = nanobind;
-
 namespace unisono {
 namespace {
 
-std::string words(const std::string& s) {
-  return s;
-}
-std::string words(nb::handle object) {
-  return nb::cast<std::string>(nb::repr(object));
-}
 template <class Number>
-  requires std::is_arithmetic_v<Number>
-std::string words(Number n) {
-  return std::to_string(n);
+nb::object number(Number n) {
+  return nb::int_(n);
 }
-
-template <class... T>
-[[noreturn]] void wrong_value(const T&... parts) {
-  throw nb::value_error((words(parts) + ...).c_str());
-}
-template <class... T>
-[[noreturn]] void wrong_type(const T&... parts) {
-  throw nb::type_error((words(parts) + ...).c_str());
+nb::object name_of(DType dtype) {
+  return nb::str(dtype_name(dtype));
 }
 
 bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
@@ -54,24 +39,25 @@ int64_t whole_number(nb::handle object, const char* argument) {
   int64_t n = 0;
   if (index.is_valid() && nb::try_cast(index, n)) return n;
   PyErr_Clear();
-  wrong_type("argument '", argument, "' must be a whole number, got ", object);
+  refuse({.rule = Rule::whole_number, .argument = argument, .got = nb::borrow(object)});
 }
 
 int64_t not_negative(nb::handle object, const char* argument) {
   int64_t n = whole_number(object, argument);
-  if (n < 0) wrong_value("argument '", argument, "' must not be negative, got ", n);
+  if (n < 0) refuse({.rule = Rule::not_negative, .argument = argument, .got = number(n)});
   return n;
 }
 
 int Arguments::rank_in_group(nb::handle object, const char* argument) const {
   int64_t r = whole_number(object, argument);
-  if (r < 0 || r >= size_) wrong_value("argument '", argument, "' must be a rank from 0 to ", size_ - 1, ", got ", r);
+  if (r < 0 || r >= size_)
+    refuse({.rule = Rule::rank_range, .argument = argument, .expected = number(size_ - 1), .got = number(r)});
   return static_cast<int>(r);
 }
 
 int Arguments::another_rank(nb::handle object, const char* argument) const {
   int r = rank_in_group(object, argument);
-  if (r == rank_) wrong_value("argument '", argument, "' must be another rank than this one, ", r);
+  if (r == rank_) refuse({.rule = Rule::another_rank, .argument = argument, .got = number(r)});
   return r;
 }
 
@@ -89,15 +75,14 @@ void Arguments::read_parts(Parts& parts, nb::handle object, const char* argument
 
 void Arguments::read_list(Parts& parts, nb::handle list, const char* argument) const {
   if (nb::len(list) != static_cast<size_t>(size_))
-    wrong_value("argument '", argument, "' must have one tensor per rank: expected ", size_, ", got ", nb::len(list));
+    refuse({.rule = Rule::list_length, .argument = argument, .expected = number(size_), .got = number(nb::len(list))});
   Part* part = parts.data();
   for (int i = 0; i < size_; i++) {
     const ArgumentName name(argument, i);
     View v = view_tensor(item_of(list, i), name);
     if (i == 0) parts.dtype = v.dtype;
     if (v.dtype != parts.dtype)
-      wrong_type("argument '", name.text(), "' has dtype ", dtype_name(v.dtype), ", the first has ",
-                 dtype_name(parts.dtype));
+      refuse({.rule = Rule::list_dtype, .argument = name, .expected = name_of(parts.dtype), .got = name_of(v.dtype)});
     part[i] = {v.data, v.count};
   }
 }
@@ -105,8 +90,11 @@ void Arguments::read_list(Parts& parts, nb::handle list, const char* argument) c
 void Arguments::cut_equally(Parts& parts, const View& whole, const char* argument, const char* counts_argument) const {
   const auto ranks = static_cast<size_t>(size_);
   if (whole.count % ranks)
-    wrong_value("argument '", argument, "' has ", whole.count, " elements, which do not divide into ", ranks,
-                " equal parts; give '", counts_argument, "'");
+    refuse({.rule = Rule::divides,
+            .argument = argument,
+            .expected = number(ranks),
+            .got = number(whole.count),
+            .other = counts_argument});
   const size_t count = whole.count / ranks, bytes = count * dtype_bytes(whole.dtype);
   for (size_t i = 0; i < ranks; i++) parts.data()[i] = {whole.data + i * bytes, count};
 }
@@ -114,10 +102,12 @@ void Arguments::cut_equally(Parts& parts, const View& whole, const char* argumen
 void Arguments::cut_by_counts(Parts& parts, const View& whole, const char* argument, nb::handle counts,
                               const char* counts_argument) const {
   if (!PySequence_Check(counts.ptr()))
-    wrong_type("argument '", counts_argument, "' must be a sequence of whole numbers, got ", counts);
+    refuse({.rule = Rule::counts_sequence, .argument = counts_argument, .got = nb::borrow(counts)});
   if (nb::len(counts) != static_cast<size_t>(size_))
-    wrong_value("argument '", counts_argument, "' must have one number per rank: expected ", size_, ", got ",
-                nb::len(counts));
+    refuse({.rule = Rule::counts_length,
+            .argument = counts_argument,
+            .expected = number(size_),
+            .got = number(nb::len(counts))});
   const size_t element = dtype_bytes(whole.dtype);
   Part* part = parts.data();
   std::byte* at = whole.data;
@@ -125,7 +115,7 @@ void Arguments::cut_by_counts(Parts& parts, const View& whole, const char* argum
   bool too_many = false;
   for (int i = 0; i < size_; i++) {
     int64_t n = whole_number(item_of(counts, i), counts_argument);
-    if (n < 0) wrong_value("argument '", counts_argument, "' must not be negative, got ", n, " for rank ", i);
+    if (n < 0) refuse({.rule = Rule::counts_negative, .argument = counts_argument, .got = number(n), .index = i});
     too_many = too_many || static_cast<size_t>(n) > left;
     if (too_many) continue;
     part[i] = {at, static_cast<size_t>(n)};
@@ -133,23 +123,31 @@ void Arguments::cut_by_counts(Parts& parts, const View& whole, const char* argum
     left -= static_cast<size_t>(n);
   }
   if (too_many || left)
-    wrong_value("argument '", counts_argument, "' must add up to the ", whole.count, " elements of '", argument,
-                "', got ", counts);
+    refuse({.rule = Rule::counts_sum,
+            .argument = counts_argument,
+            .expected = number(whole.count),
+            .got = nb::borrow(counts),
+            .other = argument});
 }
 
 void Arguments::fits(const View& one, const char* one_argument, const Parts& many, const char* many_argument) const {
   if (one.dtype != many.dtype)
-    wrong_type("argument '", one_argument, "' must have the dtype of '", many_argument, "', ", dtype_name(many.dtype),
-               ", got ", dtype_name(one.dtype));
+    refuse({.rule = Rule::dtype_of,
+            .argument = one_argument,
+            .expected = name_of(many.dtype),
+            .got = name_of(one.dtype),
+            .other = many_argument});
   if (one.count != many.of(rank_).count)
-    wrong_value("argument '", one_argument, "' must have as many elements as this rank's part of '", many_argument,
-                "': expected ", many.of(rank_).count, ", got ", one.count);
+    refuse({.rule = Rule::part_size,
+            .argument = one_argument,
+            .expected = number(many.of(rank_).count),
+            .got = number(one.count),
+            .other = many_argument});
   for (int r = 0; r < size_; r++) {
     const Part& part = many.of(r);
     if (r == rank_ && part.ptr == one.data) continue;
     if (overlap(part.ptr, part.count * dtype_bytes(many.dtype), one.data, one.bytes()))
-      wrong_value("argument '", one_argument, "' overlaps '", many_argument,
-                  "' and is not exactly this rank's part of it");
+      refuse({.rule = Rule::overlap_part, .argument = one_argument, .other = many_argument});
   }
 }
 
@@ -158,33 +156,49 @@ void set_reduction(Call& call, nb::handle tensor, DType dtype, OpAndFactor reduc
   call.op = reduction.op;
   call.factor = reduction.factor;
   if (!reduction_exists(dtype, call.op))
-    wrong_type("argument 'op': ", redop_name(call.op), " is not defined for ",
-               nb::cast<std::string>(nb::str(nb::object(tensor.attr("dtype")))));
+    refuse({.rule = Rule::op_dtype,
+            .argument = "op",
+            .expected = tensor.attr("dtype"),
+            .got = nb::str(redop_name(call.op))});
 }
 
 std::byte* matching_output(nb::handle out, const View& in) {
   View v = view_tensor(out, "out");
   if (v.dtype != in.dtype)
-    wrong_type("argument 'out' must have the dtype of 'tensor', ", dtype_name(in.dtype), ", got ", dtype_name(v.dtype));
+    refuse({.rule = Rule::dtype_of,
+            .argument = "out",
+            .expected = name_of(in.dtype),
+            .got = name_of(v.dtype),
+            .other = "tensor"});
   if (v.count != in.count)
-    wrong_value("argument 'out' must have as many elements as 'tensor': expected ", in.count, ", got ", v.count);
+    refuse({.rule = Rule::size_of,
+            .argument = "out",
+            .expected = number(in.count),
+            .got = number(v.count),
+            .other = "tensor"});
   if (v.data != in.data && overlap(v.data, v.bytes(), in.data, in.bytes()))
-    wrong_value("argument 'out' overlaps 'tensor' partly; give the same memory or memory apart");
+    refuse({.rule = Rule::overlap_partly, .argument = "out", .other = "tensor"});
   return v.data;
 }
 
 void Arguments::fit(const Parts& output, const Parts& input) const {
   if (output.dtype != input.dtype)
-    wrong_type("argument 'output' must have the dtype of 'input', ", dtype_name(input.dtype), ", got ",
-               dtype_name(output.dtype));
+    refuse({.rule = Rule::dtype_of,
+            .argument = "output",
+            .expected = name_of(input.dtype),
+            .got = name_of(output.dtype),
+            .other = "input"});
   if (output.of(rank_).count != input.of(rank_).count)
-    wrong_value("argument 'output' must have as many elements from this rank as 'input' has for it: expected ",
-                input.of(rank_).count, ", got ", output.of(rank_).count);
+    refuse({.rule = Rule::own_part_size,
+            .argument = "output",
+            .expected = number(input.of(rank_).count),
+            .got = number(output.of(rank_).count),
+            .other = "input"});
   const size_t element = dtype_bytes(input.dtype);
   for (const Part& o : output)
     for (const Part& i : input)
       if (overlap(o.ptr, o.count * element, i.ptr, i.count * element))
-        wrong_value("argument 'output' must not overlap 'input'");
+        refuse({.rule = Rule::overlap, .argument = "output", .other = "input"});
 }
 
 int64_t call_timeout_ns(nb::handle object) {
@@ -192,10 +206,10 @@ int64_t call_timeout_ns(nb::handle object) {
   const double seconds = PyFloat_AsDouble(object.ptr());
   if (seconds == -1 && PyErr_Occurred()) {
     PyErr_Clear();
-    wrong_type("argument 'timeout_s' must be a number of seconds, got ", object);
+    refuse({.rule = Rule::timeout_number, .argument = "timeout_s", .got = nb::borrow(object)});
   }
   if (seconds == 0) return 0;
-  if (!(seconds > 0)) wrong_value("argument 'timeout_s' must be positive, got ", seconds);
+  if (!(seconds > 0)) refuse({.rule = Rule::timeout_positive, .argument = "timeout_s", .got = nb::float_(seconds)});
   return std::max<int64_t>(static_cast<int64_t>(std::min(seconds, 9e9) * 1e9), 1);
 }
 

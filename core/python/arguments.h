@@ -1,7 +1,7 @@
-// Checks of a call's arguments, each with the words a user needs: the argument's name, what was expected, what was got.
+// Checks of a call's arguments.
 //
 // All of it is local and comes before anything is published, so a wrong argument leaves the group usable. The GIL is
-// held; errors are Python's TypeError and ValueError. Used by the bindings only.
+// held; what is wrong is refused by rule (errors.h).
 #pragma once
 
 #include <memory>

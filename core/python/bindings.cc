@@ -6,7 +6,6 @@
 #include "kernels/gemm.h"
 #include "kernels/reduce.h"
 #include "python/communicator.h"
-#include "yardstick/yardstick.h"
 
 using namespace nb::literals;
 
@@ -27,9 +26,7 @@ class Door {
                                      std::optional<double> limit_s) {
     Token token;
     if (nonce.size() != sizeof token || names.size() != static_cast<size_t>(size) || size > kMostRanks)
-      throw nb::value_error(
-          ("a group has 1 to " + std::to_string(kMostRanks) + " ranks, a name for each and a nonce of 16 bytes")
-              .c_str());
+      refuse({.rule = Rule::group_size, .argument = "size", .expected = nb::int_(kMostRanks), .got = nb::int_(size)});
     std::memcpy(&token, nonce.c_str(), sizeof token);
     Failure failure;
     GroupFacts facts{rank, size, group, id, nanoseconds(timeout_s)};
@@ -71,11 +68,11 @@ void combine(nb::handle output, nb::list inputs, int op, const std::vector<doubl
   for (nb::handle input : inputs) {
     View in = view_tensor(input, "inputs");
     if (in.dtype != out.dtype || in.count != out.count)
-      throw nb::value_error("argument 'inputs' must have the dtype and the number of elements of 'output'");
+      refuse({.rule = Rule::like, .argument = "inputs", .other = "output"});
     sources.push_back(in.data);
   }
   if (sources.empty() || factors.size() != sources.size())
-    throw nb::value_error("argument 'inputs' must have at least one tensor, and 'factors' a number for each");
+    refuse({.rule = Rule::inputs_and_factors, .argument = "inputs", .other = "factors"});
   void* to = out.data;
   nb::gil_scoped_release release;
   reduce({call.dtype, call.op, out.count, sources.data(), sources.size(), &to, 1, factors.data(), false});
@@ -94,6 +91,12 @@ nb::dict heap_usage() {
   return d;
 }
 
+void expect_floats(const View& view, size_t count, const char* argument) {
+  if (view.dtype != DType::f32 || view.count != count)
+    refuse(
+        {.rule = Rule::float32_size, .argument = argument, .expected = nb::int_(count), .got = nb::int_(view.count)});
+}
+
 // Products of pairs of matrices, one behind the other in c. A three-dimensional b is what pack_panels made.
 void multiply_pairs(nb::sequence a, nb::sequence b, const std::vector<size_t>& columns, nb::handle c,
                     std::optional<nb::sequence> bias) {
@@ -108,21 +111,28 @@ void multiply_pairs(nb::sequence a, nb::sequence b, const std::vector<size_t>& c
     if (nb::cast<int>(w.attr("ndim")) == 3) {
       View panels = view_tensor(w, "b");
       const size_t width = panel_columns(), count = (p.n + width - 1) / width;
-      if (panels.dtype != DType::f32 || panels.count != count * width * p.k)
-        throw nb::value_error("argument 'b' holds panels of another matrix or another processor");
+      expect_floats(panels, count * width * p.k, "b");
       p.b = {panels.data, DType::f32, 0, 1};
       p.panels = true;
     } else {
       MatrixView y = view_matrix(w, "b");
-      if (y.rows != p.k || y.columns != p.n) throw nb::value_error("arguments 'a' and 'b' do not fit each other");
+      if (y.rows != p.k || y.columns != p.n)
+        refuse({.rule = Rule::matrix_size,
+                .argument = "b",
+                .expected = nb::make_tuple(p.k, p.n),
+                .got = nb::make_tuple(y.rows, y.columns)});
       p.b = y.matrix;
     }
     if (bias) {
       View row = view_tensor(nb::object((*bias)[i]), "bias");
-      if (row.dtype != DType::f32 || row.count != p.n) throw nb::value_error("argument 'bias' must be float32 of n");
+      expect_floats(row, p.n, "bias");
       p.bias = reinterpret_cast<const float*>(row.data);
     }
-    if (out.dtype != DType::f32 || left < p.m * p.n) throw nb::value_error("argument 'c' must be float32 of all m * n");
+    if (out.dtype != DType::f32 || left < p.m * p.n)
+      refuse({.rule = Rule::float32_size,
+              .argument = "c",
+              .expected = nb::int_(out.count - left + p.m * p.n),
+              .got = nb::int_(out.count)});
     left -= p.m * p.n;
     to += p.m * p.n;
     products.push_back(p);
@@ -135,8 +145,7 @@ void pack_into(nb::handle b, nb::handle panels) {
   MatrixView m = view_matrix(b, "b");
   View out = view_tensor(panels, "panels");
   const size_t width = panel_columns(), count = (m.columns + width - 1) / width;
-  if (out.dtype != DType::f32 || out.count != count * width * m.rows)
-    throw nb::value_error("argument 'panels' must be float32 of the panels' size");
+  expect_floats(out, count * width * m.rows, "panels");
   nb::gil_scoped_release release;
   pack_panels(m.matrix, m.rows, m.columns, reinterpret_cast<float*>(out.data));
 }
@@ -157,17 +166,18 @@ NB_MODULE(_core, m) {
 
   m.def(
       "setup",
-      [](nb::handle tensor, nb::handle reduce_op, nb::object handle, nb::object make_error, nb::object call_site,
-         uint64_t heap_max, int64_t spin_us, uint64_t fork_copy_max) {
+      [](nb::handle tensor, nb::handle reduce_op, nb::object handle, nb::object make_error,
+         nb::object make_argument_error, nb::object call_site, uint64_t heap_max, int64_t spin_us,
+         uint64_t fork_copy_max) {
         learn_tensor_type(tensor);
         learn_reduce_ops(reduce_op);
-        hooks = {std::move(make_error), std::move(call_site), std::move(handle)};
+        hooks = {std::move(make_error), std::move(make_argument_error), std::move(handle), std::move(call_site)};
         if (heap_max) set_heap_capacity(heap_max);
         if (spin_us >= 0) spin_ns = spin_us * 1000;
         set_fork_copy_max(fork_copy_max);
       },
-      nb::kw_only(), "tensor"_a, "reduce_op"_a, "handle"_a, "make_error"_a, "call_site"_a, "heap_max"_a, "spin_us"_a,
-      "fork_copy_max"_a);
+      nb::kw_only(), "tensor"_a, "reduce_op"_a, "handle"_a, "make_error"_a, "make_argument_error"_a, "call_site"_a,
+      "heap_max"_a, "spin_us"_a, "fork_copy_max"_a);
   m.def(
       "read_op",
       [](nb::handle op, nb::handle factor) {
@@ -177,39 +187,28 @@ NB_MODULE(_core, m) {
       "op"_a.none(), "factor"_a.none() = nb::none());
   m.def("empty", &unisono::empty);
   m.def("empty_like", &unisono::empty_like);
-  m.def("is_shared", [](nb::handle t) {
-    View view = view_tensor(t, "tensor");
-    return is_reachable(view.data, view.bytes());
-  });
   m.def("in_region", [](uintptr_t p) { return in_region(reinterpret_cast<const void*>(p)); });
   m.def("combine", &combine);
   m.def("heap_usage", &heap_usage);
-  m.def("memory_available", &memory_available);
   m.def("isa", [] { return isa_name(current_isa()); });
   m.def("set_isa", [](const std::string& name) {
     for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512})
       if (name == isa_name(isa)) return set_isa(isa);
     return false;
   });
-  m.def("reap", &Pending::reap);
   m.def("multiply", &multiply_pairs, "a"_a, "b"_a, "columns"_a, "c"_a, "bias"_a.none());
   m.def("pack_panels", &pack_into);
   m.def("panel_columns", &panel_columns);
-  m.attr("VERBS") = numbers_of<Verb>(&verb_name);
   m.attr("OPS") = numbers_of<RedOp>(&redop_name);
-  m.attr("DTYPES") = numbers_of<DType>(&dtype_name);
+  m.attr("RULES") = numbers_of<Rule>(&rule_name);
   m.attr("LAYOUT") = kLayoutVersion;
-  m.attr("INLINE_BYTES") = kInlineBytes;
-  m.attr("SLOT_BYTES") = kSlotBytes;
-  m.attr("STAGE_BYTES") = kPieceBytes;
 
   nb::class_<Pending>(m, "Pending")
       .def("done", &Pending::done)
       .def("wait", &Pending::wait)
       .def("error", &Pending::error)
       .def("on_done", &Pending::on_done)
-      .def_prop_ro("source", &Pending::source)
-      .def_prop_ro("seq", &Pending::seq);
+      .def_prop_ro("source", &Pending::source);
 
   nb::class_<Communicator>(m, "Communicator")
       .def_prop_ro("rank", &Communicator::rank)
@@ -260,14 +259,4 @@ NB_MODULE(_core, m) {
       .def_prop_ro("name", &Door::name)
       .def("join", &Door::join, "rank"_a, "size"_a, "group"_a, "nonce"_a, "id"_a, "timeout_s"_a, "names"_a,
            "limit_s"_a = nb::none());
-
-  nb::class_<Yardstick>(m, "Yardstick")
-      .def("__init__",
-           [](Yardstick* self, int verb, size_t bytes, const std::vector<double>& splits, int ranks) {
-             nb::gil_scoped_release release;
-             new (self) Yardstick(static_cast<Verb>(verb), bytes, splits, ranks);
-           })
-      .def("round", &Yardstick::round, "calls"_a = 1, "warmup"_a = 1, nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro("variant", &Yardstick::variant)
-      .def_prop_ro("threads", &Yardstick::threads);
 }

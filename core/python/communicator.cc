@@ -233,15 +233,28 @@ void Communicator::matmul_reduce(nb::handle products, nb::handle output, nb::han
       all += (*counts)[i];
       if (i % static_cast<size_t>(size_) == static_cast<size_t>(rank_)) wanted += (*counts)[i];
     }
-    if (all != in.count) throw nb::value_error("argument 'counts' must add up to the number of products");
+    if (all != in.count)
+      refuse({.rule = Rule::counts_sum,
+              .argument = "counts",
+              .expected = nb::int_(in.count),
+              .got = nb::cast(*counts),
+              .other = "products"});
   }
-  if (wanted != out.count || (finish.has_residual && (extra.count != out.count || extra.dtype != out.dtype)))
-    throw nb::value_error(
-        "arguments 'output' and 'residual' must be of one dtype and have the elements this rank gets");
+  if (wanted != out.count)
+    refuse(
+        {.rule = Rule::own_elements, .argument = "output", .expected = nb::int_(wanted), .got = nb::int_(out.count)});
+  if (finish.has_residual && (extra.count != out.count || extra.dtype != out.dtype))
+    refuse({.rule = Rule::like, .argument = "residual", .other = "output"});
   if (!finishing_exists(in.dtype, out.dtype, reduction))
-    throw nb::type_error("argument 'output' has no such reduction of 'products'");
-  if (size_ > 1 && (is_hidden(in) || is_hidden(out) || (counts && is_hidden(extra))))
-    throw nb::value_error("arguments 'products', 'output' and 'residual' must be in shared memory");
+    refuse({.rule = Rule::op_dtype,
+            .argument = "op",
+            .expected = output.attr("dtype"),
+            .got = nb::str(redop_name(reduction))});
+  if (size_ > 1) {
+    expect_shared(in, "products");
+    expect_shared(out, "output");
+    if (counts) expect_shared(extra, "residual");
+  }
   Call call;
   call.verb = Verb::matmul_reduce;
   call.dtype = in.dtype;
@@ -358,24 +371,23 @@ nb::object Communicator::new_rows(nb::handle tensor, nb::handle rows) {
   return made;
 }
 
-// Whether peers cannot reach a tensor that has elements.
-bool Communicator::is_hidden(const View& view) {
+// A tensor that has elements must lie where peers can reach it.
+void Communicator::expect_shared(const View& view, const char* argument) {
   Heap& heap = group().heap();
-  return view.count && (!heap.holds(view.data) || heap.is_detached(view.data, view.bytes()));
+  if (view.count && (!heap.holds(view.data) || heap.is_detached(view.data, view.bytes())))
+    refuse({.rule = Rule::shared, .argument = argument});
 }
 
 uint64_t Communicator::offset_of(nb::handle tensor) {
   const View view = view_tensor(tensor, "tensor");
-  Heap& heap = group().heap();
-  if (!heap.holds(view.data) || heap.is_detached(view.data, view.bytes()))
-    throw nb::value_error("argument 'tensor' is not in this process's shared memory");
-  return static_cast<uint64_t>(view.data - heap.base());
+  expect_shared(view, "tensor");
+  return static_cast<uint64_t>(view.data - group().heap().base());
 }
 
 nb::object Communicator::peer_bytes(nb::handle who, uint64_t offset, uint64_t bytes) {
   const int rank = arguments_.rank_in_group(who, "rank");
   std::byte* at = group().resolve(Place::at(rank, offset), bytes);
-  if (!at) throw nb::value_error("the place lies outside of that rank's heap");
+  if (!at) refuse({.rule = Rule::outside_heap, .argument = "offset", .got = nb::int_(offset)});
   return wrap_bytes(at, bytes, group().peer(rank).mapping);
 }
 

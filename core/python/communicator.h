@@ -90,7 +90,7 @@ class Communicator {
   nb::object exchange_message(Verb verb, nb::handle tensor, int peer, nb::handle tag, nb::handle timeout_s,
                               bool async_op);
   int partner(nb::handle peer, const char* argument, bool async_op) const;
-  bool is_hidden(const View& view);
+  void expect_shared(const View& view, const char* argument);
 
   std::shared_ptr<Engine> engine_;
   int size_, rank_;

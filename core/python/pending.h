@@ -1,10 +1,8 @@
-// Failures of the core as Python's exceptions, and an asynchronous call as Python holds it.
+// An asynchronous call as Python holds it.
 #pragma once
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
-#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <memory>
@@ -13,43 +11,9 @@
 #include <vector>
 
 #include "engine/engine.h"
-
-namespace nb = nanobind;
+#include "python/errors.h"
 
 namespace unisono {
-
-struct Hooks {
-  nb::object make_error;   // (code, verb, seq, group, rank, peers, text, lines, first_cause) -> exception
-  nb::object call_site;    // () -> "train.py:88"
-  nb::object make_handle;  // (pending, verb, outputs) -> what an asynchronous call returns
-};
-inline Hooks& hooks = *new Hooks;  // never destroyed: threads may outlive the interpreter's objects
-
-inline bool check_python_signals() {
-  PyGILState_STATE state = PyGILState_Ensure();
-  bool raised = PyErr_CheckSignals() != 0;  // leaves the exception set in this thread
-  PyGILState_Release(state);
-  return raised;
-}
-
-// Parts of a message come out of shared memory, where a broken peer may have put anything.
-inline nb::object text_of(const std::string& s) {
-  return nb::steal(PyUnicode_DecodeUTF8(s.data(), static_cast<Py_ssize_t>(s.size()), "replace"));
-}
-
-inline nb::object error_of(const Failure& f, const std::string& group, int rank) {
-  nb::list lines;
-  for (const std::string& line : f.lines) lines.append(text_of(line));
-  return hooks.make_error(static_cast<int>(f.code), verb_name(f.verb), f.seq, text_of(group), rank, nb::cast(f.peers),
-                          text_of(f.text), lines, f.first_cause);
-}
-
-[[noreturn]] inline void raise(const Failure& f, const std::string& group, int rank) {
-  if (PyErr_Occurred()) nb::raise_python_error();  // a signal handler raised
-  nb::object error = error_of(f, group, rank);
-  PyErr_SetObject(reinterpret_cast<PyObject*>(error.type().ptr()), error.ptr());
-  nb::raise_python_error();
-}
 
 inline int64_t nanoseconds(double seconds) {
   return static_cast<int64_t>(std::min(seconds, 9e9) * 1e9);
@@ -114,7 +78,6 @@ class Pending {
     });
   }
   int source() const { return ticket_->message ? ticket_->message->source : -1; }
-  uint64_t seq() const { return ticket_->call.seq; }
 
  private:
   static std::vector<std::pair<std::shared_ptr<Ticket>, PyObject*>>& orphans() {

@@ -2,12 +2,11 @@
 // Python source is found by comparing pointers.
 #include "python/reduce_ops.h"
 
-#include <algorithm>
 #include <array>
 #include <string>
 #include <vector>
 
-namespace nb = nanobind;
+#include "python/errors.h"
 
 namespace unisono {
 namespace {
@@ -58,17 +57,11 @@ double number(nb::handle object) {
   return PyFloat_AsDouble(as_float.ptr());
 }
 
-std::string words(nb::handle object) {
-  return nb::cast<std::string>(nb::repr(object));
-}
-
 [[noreturn]] void refuse_op(nb::handle op) {
-  std::vector<std::string> all;
-  for (const Name& name : names) all.push_back(nb::cast<std::string>(nb::handle(name.word)));
-  std::sort(all.begin(), all.end());
-  std::string list;
-  for (const std::string& word : all) list += (list.empty() ? "" : ", ") + word;
-  throw nb::value_error(("argument 'op' must be one of " + list + ", or a torch ReduceOp, got " + words(op)).c_str());
+  nb::list known;
+  for (const Name& name : names) known.append(nb::handle(name.word));
+  known.sort();
+  refuse({.rule = Rule::op_name, .argument = "op", .expected = known, .got = nb::borrow(op)});
 }
 
 }  // namespace
@@ -105,7 +98,7 @@ OpAndFactor read_op(nb::handle op, nb::handle factor) {
   if (read.op == RedOp::none) refuse_op(op);
   if (read.op != RedOp::premul_sum) {
     if (!factor.is_none() && !is_code)
-      throw nb::value_error(("argument 'factor' belongs to op 'premul_sum', got op " + words(op)).c_str());
+      refuse({.rule = Rule::factor_foreign, .argument = "factor", .got = nb::borrow(op), .other = "op"});
     return read;
   }
   if (!factor.is_none())
@@ -113,7 +106,7 @@ OpAndFactor read_op(nb::handle op, nb::handle factor) {
   else if (type == reduce_op_type)
     read.factor = number(nb::object(nb::object(op.attr("__getstate__")())[1]));
   else
-    throw nb::value_error("argument 'factor' must be given for op 'premul_sum'");
+    refuse({.rule = Rule::factor_missing, .argument = "factor", .other = "op"});
   return read;
 }
 

@@ -3,8 +3,6 @@
 
 #include <algorithm>
 
-namespace nb = nanobind;
-
 namespace unisono {
 namespace {
 
@@ -143,9 +141,8 @@ bool is_lazy(nb::handle object, const View& view) {
          (view.count == 1 && nb::cast<bool>(object.attr("is_neg")()));
 }
 
-std::string attribute(nb::handle object, const char* name) {
-  nb::object value = nb::getattr(object, name, nb::none());
-  return nb::cast<std::string>(nb::str(value));
+nb::str attribute(nb::handle object, const char* name) {
+  return nb::str(nb::object(nb::getattr(object, name, nb::none())));
 }
 
 }  // namespace
@@ -171,55 +168,41 @@ bool is_tensor(nb::handle object) {
 }
 
 View view_tensor(nb::handle object, ArgumentName argument) {
-  if (!is_tensor(object))
-    throw nb::type_error(("argument '" + argument.text() + "' must be a torch.Tensor, got " +
-                          nb::cast<std::string>(nb::str(object.type().attr("__name__"))))
-                             .c_str());
   dlpack::Tensor t;
+  View view;
+  if (!is_tensor(object))
+    refuse({.rule = Rule::not_tensor, .argument = argument, .got = object.type().attr("__name__")});
   if (exchange->view_object(object.ptr(), &t) != 0) {
-    // The table knows no such device, layout or dtype; say which in the words of the user.
-    PyErr_Clear();
-    throw nb::value_error(("argument '" + argument.text() + "' must be a dense CPU tensor, got device " +
-                           attribute(object, "device") + ", layout " + attribute(object, "layout") + ", dtype " +
-                           attribute(object, "dtype"))
-                              .c_str());
+    PyErr_Clear();  // the table knows no such device, layout or dtype; the user is told all three
+    refuse(
+        {.rule = Rule::dense,
+         .argument = argument,
+         .got = nb::make_tuple(attribute(object, "device"), attribute(object, "layout"), attribute(object, "dtype"))});
   }
   if (t.device.type != dlpack::kCpu)
-    throw nb::value_error(
-        ("argument '" + argument.text() + "' must be on the CPU, got device " + attribute(object, "device")).c_str());
-  View view;
+    refuse({.rule = Rule::device, .argument = argument, .got = attribute(object, "device")});
   if (!find_dtype(object, t.dtype, view.dtype))
-    throw nb::type_error(
-        ("argument '" + argument.text() + "' has dtype " + attribute(object, "dtype") + ", which unisono does not know")
-            .c_str());
+    refuse({.rule = Rule::dtype_known, .argument = argument, .got = attribute(object, "dtype")});
   view.count = element_count(t);
   if (view.count > 0 && !is_contiguous(t))
-    throw nb::value_error(("argument '" + argument.text() + "' must be contiguous, got shape " +
-                           attribute(object, "shape") + " with strides " +
-                           nb::cast<std::string>(nb::str(object.attr("stride")())))
-                              .c_str());
+    refuse({.rule = Rule::contiguous,
+            .argument = argument,
+            .got = nb::make_tuple(attribute(object, "shape"), nb::str(nb::object(object.attr("stride")())))});
   view.data = static_cast<std::byte*>(t.data) + t.byte_offset;
-  if (is_lazy(object, view))
-    throw nb::value_error(("argument '" + argument.text() +
-                           "' is a lazily conjugated or negated view; call resolve_conj() or resolve_neg() first")
-                              .c_str());
-  if (view.count > 0 && t.data == nullptr)
-    throw nb::value_error(("argument '" + argument.text() + "' has no memory (a fake or meta tensor)").c_str());
+  if (is_lazy(object, view)) refuse({.rule = Rule::lazy, .argument = argument});
+  if (view.count > 0 && t.data == nullptr) refuse({.rule = Rule::no_memory, .argument = argument});
   return view;
 }
 
 MatrixView view_matrix(nb::handle object, const char* argument) {
   dlpack::Tensor t;
-  if (!is_tensor(object) || exchange->view_object(object.ptr(), &t) != 0 || t.device.type != dlpack::kCpu) {
-    PyErr_Clear();
-    throw nb::type_error(("argument '" + std::string(argument) + "' must be a dense CPU tensor").c_str());
-  }
   MatrixView view;
   DType& dtype = view.matrix.dtype;
-  if (!convert(t.dtype, dtype) || t.ndim != 2 || (dtype != DType::f16 && dtype != DType::bf16 && dtype != DType::f32) ||
-      nb::cast<bool>(object.attr("is_neg")()))
-    throw nb::type_error(
-        ("argument '" + std::string(argument) + "' must be a matrix of float16, bfloat16 or float32").c_str());
+  const bool readable = is_tensor(object) && exchange->view_object(object.ptr(), &t) == 0;
+  PyErr_Clear();
+  if (!readable || t.device.type != dlpack::kCpu || !convert(t.dtype, dtype) || t.ndim != 2 ||
+      (dtype != DType::f16 && dtype != DType::bf16 && dtype != DType::f32) || nb::cast<bool>(object.attr("is_neg")()))
+    refuse({.rule = Rule::matrix, .argument = argument});
   view.rows = static_cast<size_t>(t.shape[0]);
   view.columns = static_cast<size_t>(t.shape[1]);
   view.matrix.data = static_cast<std::byte*>(t.data) + t.byte_offset;
@@ -231,7 +214,7 @@ MatrixView view_matrix(nb::handle object, const char* argument) {
 std::string tensor_words(nb::handle object) {
   try {
     if (!is_tensor(object)) return "";
-    std::string dtype = attribute(object, "dtype");
+    std::string dtype = attribute(object, "dtype").c_str();
     if (dtype.rfind("torch.", 0) == 0) dtype.erase(0, 6);
     return dtype + "  " +
            nb::cast<std::string>(nb::str(nb::steal(PySequence_List(nb::object(object.attr("shape")).ptr()))));

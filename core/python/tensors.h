@@ -9,6 +9,7 @@
 
 #include "kernels/gemm.h"
 #include "memory/heap.h"
+#include "python/errors.h"
 
 namespace unisono {
 
@@ -69,19 +70,6 @@ struct View {
   size_t count = 0;
   DType dtype = DType::u8;
   size_t bytes() const { return count * dtype_bytes(dtype); }
-};
-
-// An argument as messages call it: its name, and for a tensor of a list its place there. The words are only put
-// together for a message.
-struct ArgumentName {
-  ArgumentName(const char* name, int index = -1) : name(name), index(index) {}
-  std::string text() const {
-    std::string text = name;
-    if (index >= 0) text.append("[").append(std::to_string(index)).append("]");
-    return text;
-  }
-  const char* name;
-  int index;
 };
 
 void learn_tensor_type(nanobind::handle tensor_type);

@@ -22,6 +22,7 @@ _core.setup(
     reduce_op=_torch.distributed.ReduceOp,
     handle=_Handle,
     make_error=errors.make_error,
+    make_argument_error=errors.make_argument_error,
     call_site=errors.call_site,
     heap_max=settings.heap_max,
     spin_us=settings.spin_us,

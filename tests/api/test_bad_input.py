@@ -2,6 +2,7 @@
 get MismatchError on all of them. Nothing is written, and the group goes on."""
 
 import contextlib
+import pickle
 import re
 import warnings
 
@@ -10,6 +11,8 @@ import torch
 
 import unisono
 from tests.reference import raw_bytes
+from unisono import _core
+from unisono.base import errors
 
 PATTERN = 0x5A
 
@@ -334,3 +337,13 @@ def test_ranks_that_disagree_on_counts_see_both(pool, size):
     for text in pool.run(_different_counts):
         assert "out parts of [2, 6]" in text
         assert "out parts of [4, 4]" in text
+
+
+def test_a_refusal_carries_its_facts():
+    assert set(_core.RULES) <= set(errors._RULES), "a rule of the core without words"
+    with pytest.raises(ValueError, match=r"argument 'op' must be one of avg, band, .* got 'median'") as caught:
+        _core.read_op("median")
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert isinstance(error, errors.ArgumentValueError)
+        assert (error.rule, error.argument, error.got) == ("op_name", "op", "median")
+        assert "premul_sum" in error.expected

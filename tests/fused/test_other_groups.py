@@ -70,7 +70,7 @@ def outside(group, path):
 
 @pytest.mark.parametrize("size", [2])
 def test_a_rank_outside_of_the_group(pool, size, tmp_path):
-    assert pool.run(outside, str(tmp_path / "store")) == [2.0, "argument 'group' must be a group this process is in"]
+    assert pool.run(outside, str(tmp_path / "store")) == [2.0, "For a fused matmul, this process must be in the group, and it is not"]
 
 
 def compiled_on_backend(group, path):

@@ -1,9 +1,11 @@
 """What unisono raises, and how a failure in the core becomes one of these.
 
-Programs read ``.op``, ``.seq``, ``.group``, ``.rank`` and ``.peers``; people read the text: type, op and number,
-group, one fact, then a line per rank where ranks differ. All derive from torch's ``DistBackendError``, so an
-``except`` clause written for torch.distributed catches them. Errors in arguments are plain ``TypeError`` and
-``ValueError``, raised before anything is sent.
+Errors of a group: programs read ``.op``, ``.seq``, ``.group``, ``.rank`` and ``.peers``; people read the text: type, op
+and number, group, one fact, then a line per rank where ranks differ. All derive from torch's ``DistBackendError``, so
+an ``except`` clause written for torch.distributed catches them.
+
+Errors in arguments are ``TypeError`` and ``ValueError``, raised before anything is sent: programs read ``.rule``,
+``.argument``, ``.expected`` and ``.got``. The core hands them over as data; all English is in the table ``_RULES``.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from torch.distributed import DistBackendError
 
@@ -55,6 +58,111 @@ class HeapMemoryError(UnisonoError, MemoryError):
 
 class SystemCallError(UnisonoError):
     """The operating system refused something, or shared memory holds something impossible."""
+
+
+class ArgumentError(Exception):
+    """An argument that a function refuses: ``rule`` is a key of ``_RULES`` and says which requirement it breaks."""
+
+    rule: str = ""
+    argument: str = ""
+    expected: Any = None
+    got: Any = None
+
+
+class ArgumentValueError(ArgumentError, ValueError):
+    """An argument of the right type with a wrong value."""
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument of a wrong type, or with a wrong dtype."""
+
+
+# Rule -> class and text. The first block is in the order of `Rule` in core/python/errors.h, where the core picks one.
+_RULES: dict[str, tuple[type[ArgumentError], str]] = {
+    "whole_number": (ArgumentTypeError, "{argument} must be a whole number, got {got!r}"),
+    "not_negative": (ArgumentValueError, "{argument} must not be negative, got {got}"),
+    "rank_range": (ArgumentValueError, "{argument} must be a rank from 0 to {expected}, got {got}"),
+    "another_rank": (ArgumentValueError, "{argument} must be another rank than this one, {got}"),
+    "list_length": (ArgumentValueError, "{argument} must have one tensor per rank: expected {expected}, got {got}"),
+    "list_dtype": (ArgumentTypeError, "{argument} has dtype {got}, the first has {expected}"),
+    "divides": (
+        ArgumentValueError,
+        "{argument} has {got} elements, which do not divide into {expected} equal parts; give '{other}'",
+    ),
+    "counts_sequence": (ArgumentTypeError, "{argument} must be a sequence of whole numbers, got {got!r}"),
+    "counts_length": (ArgumentValueError, "{argument} must have one number per rank: expected {expected}, got {got}"),
+    "counts_negative": (ArgumentValueError, "{argument} must not be negative, got {got} for rank {index}"),
+    "counts_sum": (ArgumentValueError, "{argument} must add up to the {expected} elements of '{other}', got {got!r}"),
+    "dtype_of": (ArgumentTypeError, "{argument} must have the dtype of '{other}', {expected}, got {got}"),
+    "size_of": (
+        ArgumentValueError,
+        "{argument} must have as many elements as '{other}': expected {expected}, got {got}",
+    ),
+    "part_size": (
+        ArgumentValueError,
+        "{argument} must have as many elements as this rank's part of '{other}': expected {expected}, got {got}",
+    ),
+    "own_part_size": (
+        ArgumentValueError,
+        "{argument} must have as many elements from this rank as '{other}' has for it: expected {expected}, got {got}",
+    ),
+    "overlap": (ArgumentValueError, "{argument} must not overlap '{other}'"),
+    "overlap_partly": (
+        ArgumentValueError,
+        "{argument} overlaps '{other}' partly; give the same memory or memory apart",
+    ),
+    "overlap_part": (ArgumentValueError, "{argument} overlaps '{other}' and is not exactly this rank's part of it"),
+    "op_name": (ArgumentValueError, "{argument} must be one of {expected}, or a torch ReduceOp, got {got!r}"),
+    "op_dtype": (ArgumentTypeError, "{argument}: {got} is not defined for {expected}"),
+    "factor_missing": (ArgumentValueError, "{argument} must be given for op 'premul_sum'"),
+    "factor_foreign": (ArgumentValueError, "{argument} belongs to op 'premul_sum', got op {got!r}"),
+    "timeout_number": (ArgumentTypeError, "{argument} must be a number of seconds, got {got!r}"),
+    "timeout_positive": (ArgumentValueError, "{argument} must be positive, got {got:f}"),
+    "not_tensor": (ArgumentTypeError, "{argument} must be a torch.Tensor, got {got}"),
+    "dense": (
+        ArgumentValueError,
+        "{argument} must be a dense CPU tensor, got device {got[0]}, layout {got[1]}, dtype {got[2]}",
+    ),
+    "device": (ArgumentValueError, "{argument} must be on the CPU, got device {got}"),
+    "dtype_known": (ArgumentTypeError, "{argument} has dtype {got}, which unisono does not know"),
+    "contiguous": (ArgumentValueError, "{argument} must be contiguous, got shape {got[0]} with strides {got[1]}"),
+    "lazy": (
+        ArgumentValueError,
+        "{argument} is a lazily conjugated or negated view; call resolve_conj() or resolve_neg() first",
+    ),
+    "no_memory": (ArgumentValueError, "{argument} has no memory (a fake or meta tensor)"),
+    "matrix": (ArgumentTypeError, "{argument} must be a CPU matrix of float16, bfloat16 or float32"),
+    "like": (ArgumentValueError, "{argument} must have the dtype and the number of elements of '{other}'"),
+    "inputs_and_factors": (
+        ArgumentValueError,
+        "{argument} must have at least one tensor, and '{other}' a number for each",
+    ),
+    "float32_size": (ArgumentValueError, "{argument} must be float32 of {expected} elements, got {got}"),
+    "matrix_size": (ArgumentValueError, "{argument} must be a matrix of {expected}, got {got}"),
+    "own_elements": (ArgumentValueError, "{argument} must have the {expected} elements this rank gets, got {got}"),
+    "shared": (ArgumentValueError, "{argument} is not in this process's shared memory"),
+    "outside_heap": (ArgumentValueError, "{argument} lies outside of that rank's heap, got {got}"),
+    "group_size": (ArgumentValueError, "a group has 1 to {expected} ranks, a name for each and a nonce of 16 bytes"),
+    # Broken in Python.
+    "sparse_op": (ArgumentValueError, "allreduce of sparse tensors only works with ReduceOp.SUM, got {got}"),
+    "sparse_layout": (ArgumentValueError, "all_reduce takes dense and sparse COO tensors, got layout {got}"),
+    "tag_negative": (ArgumentValueError, "Tag must be nonnegative"),
+}
+
+
+def make_argument_error(
+    rule: str, argument: str, expected: Any = None, got: Any = None, other: str = "", index: int = -1
+) -> ArgumentError:
+    """Builds the exception for an argument that breaks a rule.
+
+    ``other`` is another argument the rule is about, ``index`` a place in a list.
+    """
+    kind, template = _RULES[rule]
+    listed = ", ".join(expected) if isinstance(expected, list) else expected
+    named = f"argument '{argument}'"
+    error = kind(template.format(argument=named, expected=listed, got=got, other=other, index=index))
+    error.rule, error.argument, error.expected, error.got = rule, argument, expected, got
+    return error
 
 
 # In the order of `Code` in core/base/status.h.

@@ -1,7 +1,7 @@
 """One row of the benchmark, as its ranks measure it.
 
 Rank 0 leads. In every round each contender has its turn: unisono on heap and on ordinary tensors, gloo, each peer's
-team of processes, and the limit (`_core.Yardstick`, plain threads in rank 0's process). The order is another one in
+team of processes, and the limit (`Yardstick`, plain threads in rank 0's process). The order is another one in
 every round, so that whatever one contender leaves behind, and whatever else the machine does, hits all of them alike.
 Between turns all other ranks, of unisono and of the peers, sleep in a socket: nothing spins while another contender is
 measured.
@@ -380,12 +380,12 @@ def _moves_nothing(case: Case) -> bool:
 
 
 def _yardstick(case: Case) -> Any:
-    import unisono._core as core
+    from unisono._yardstick import Yardstick
 
     if case.op.startswith("p2p"):  # one message copied once, by both ends together
-        return core.Yardstick(core.VERBS["broadcast"], case.size_bytes, [], 2)
+        return Yardstick("broadcast", case.size_bytes, [], 2)
     splits = [float(n) for n in case.counts] if case.count else []
-    return core.Yardstick(core.VERBS[case.op], case.size_bytes if case.op != "barrier" else 0, splits, case.ranks)
+    return Yardstick(case.op, case.size_bytes if case.op != "barrier" else 0, splits, case.ranks)
 
 
 def peer_titles() -> dict[str, str]:

@@ -220,7 +220,7 @@ def plan_scatter(plan: Plan, splits: tuple[Shape, ...] | None, rank: int, size: 
     """The plan with every output's rows cut between the ranks; ``splits`` has rows per rank for every output."""
     if splits is None:
         for i, shape in enumerate(plan.outputs):
-            check((), shape[0], size, _words("output", i))
+            check((), shape[0], size, _words("output", i, shape[0], size))
         splits = tuple((shape[0] // size,) * size for shape in plan.outputs)
     check_splits(splits, [shape[0] for shape in plan.outputs], size, "output")
     pairs = list(zip(plan.outputs, splits, strict=True))
@@ -234,14 +234,14 @@ def check_splits(splits: tuple[Shape, ...], rows: Sequence[int], size: int, of: 
     if len(splits) != len(rows):
         raise ValueError(f"argument 'split_sizes' must have one list per {of}: expected {len(rows)}, got {len(splits)}")
     for i, (split, m) in enumerate(zip(splits, rows, strict=True)):
-        check(split, m, size, _words(of, i))
+        check(split, m, size, _words(of, i, m, size))
 
 
-def _words(of: str, i: int) -> Words:
+def _words(of: str, i: int, rows: int, size: int) -> Words:
     return Words(
-        uneven=f"the rows of {of} {i} do not divide equally between the ranks; give 'split_sizes'",
+        uneven=f"{of} {i} has {rows} rows, which do not divide equally between {size} ranks; give 'split_sizes'",
         length=f"argument 'split_sizes' must have one number per rank, for {of} {i}",
-        total=f"argument 'split_sizes' must add up to the rows of {of} {i}",
+        total=f"argument 'split_sizes' must add up to the {rows} rows of {of} {i}",
         kind=ValueError,
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import BarrierOptions, Store
 
 from ..base import tensors
 from ..base.counter import Counter
+from ..base.errors import ArgumentError, make_argument_error
 from ..base.uncompiled import keep_uncompiled
 from ..base.work import FINISHED, Work
 from ..group import names as groups
@@ -200,8 +201,8 @@ class ProcessGroupAdapter:
         if tensor.layout is not torch.strided:
             try:
                 return Work((), [sparse.all_reduce(self.unisono_group, tensor, op)])
-            except ValueError as error:
-                _raise_refusal("all_reduce", () if tensor.layout is torch.sparse_coo else (tensor,), error)
+            except ArgumentError as error:
+                raise refusals.refusal("all_reduce", () if tensor.layout is torch.sparse_coo else (tensor,), error) from None
         work = self._run("all_reduce", self.transport.all_reduce, (tensor, None, op, None), [tensor], options, timeout)
         if work is not FINISHED and tensor.numel() <= 8:
             self._small.append(work)
@@ -360,6 +361,13 @@ class ProcessGroupAdapter:
         """Calls a verb of the group: now if torch's options say asyncOp=False, else in the background."""
         now, timeout_s = self._manner(opts, timeout)
         now = now and self._batch is None
+        if now and not _profiling():
+            try:
+                verb(*arguments, timeout_s, False)
+                return FINISHED
+            except ArgumentError as error:  # before anything was sent
+                if is_plain(arguments):
+                    raise refusals.refusal(name, arguments, error) from None
         end = _record(name, arguments) if _profiling() else None
         copies = None
         if not is_plain(arguments):
@@ -404,12 +412,12 @@ class ProcessGroupAdapter:
         end = _record(name, [tensor]) if _profiling() else None
         try:
             if tag < 0:
-                raise ValueError("Tag must be nonnegative")  # others are ours, see monitored_barrier
+                raise make_argument_error("tag_negative", "tag", got=tag)  # others are ours, see monitored_barrier
             handle = verb(settled(tensor), peer, tag, self._timeout_s, True)
-        except (TypeError, ValueError) as error:
+        except ArgumentError as error:
             if end is not None:
                 end()
-            _raise_refusal(name, (tensor,), error)
+            raise refusals.refusal(name, (tensor,), error) from None
         work = Work((handle,), [tensor], end)
         if self._batch is not None:
             self._batch.append(work)
@@ -446,17 +454,10 @@ def _call(
     """Calls a verb of the group; ``end`` closes the profiler's range if that is refused."""
     try:
         return verb(*arguments, timeout_s, not now)
-    except (TypeError, ValueError) as error:
+    except ArgumentError as error:
         if end is not None:
             end()
-        _raise_refusal(name, arguments, error)
-
-
-def _raise_refusal(name: str, arguments: Sequence[Any], error: Exception) -> NoReturn:
-    """Raises the core's refusal of a call in torch's words, and any other error as it is."""
-    if not refusals.is_refusal(error):
-        raise error
-    raise refusals.refusal(name, arguments, error) from None
+        raise refusals.refusal(name, arguments, error) from None
 
 
 def _record(name: str, arguments: Sequence[Any]) -> Callable[[], None]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..base import ops
-from ..base.errors import MismatchError
+from ..base.errors import MismatchError, make_argument_error
 from ..group.group import Group
 
 
@@ -18,9 +18,9 @@ def all_reduce(group: Group, tensor: torch.Tensor, op: Any) -> torch.Tensor:
     """
     name = ops.name_of(ops.read(op)[0])
     if name != "sum":
-        raise ValueError(f"allreduce of sparse tensors only works with ReduceOp.SUM, got {name}")
+        raise make_argument_error("sparse_op", "op", "sum", name)
     if tensor.layout is not torch.sparse_coo:
-        raise ValueError(f"all_reduce takes dense and sparse COO tensors, got layout {tensor.layout}")
+        raise make_argument_error("sparse_layout", "tensor", torch.sparse_coo, tensor.layout)
     mine = tensor.coalesce()
     indices, values = mine.indices(), mine.values().contiguous()
     shape = [mine.sparse_dim(), mine.dense_dim(), *mine.shape]

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from ..base import ops
 from ..base.counter import Counter
+from ..base.errors import make_argument_error
 from ..base.handle import Handle
 from .agreement import NO_OP, Request, compare
 from .pending import Step, WorksPending
@@ -119,10 +120,7 @@ class BackendTransport:
         source, sent, _ = self._as_one(input, input_counts)
 
         if expected[self.rank] != sent[self.rank]:
-            raise ValueError(
-                "argument 'output' must have as many elements from this rank as 'input' has for it: "
-                f"expected {sent[self.rank]}, got {expected[self.rank]}"
-            )
+            raise make_argument_error("own_part_size", "output", sent[self.rank], expected[self.rank], "input")
 
         def part_again() -> None:
             for part, received in zip(output, torch.split(target, list(expected)), strict=True):
