@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ..group import names as groups
-from ..group.group import Group
 from .crossing import on_host
 from .missing import refuse
 
@@ -332,7 +331,7 @@ def _check_fused(
     if comm_mode not in (None, "ai_cpu", "aiv"):
         raise ValueError(f"{name}: argument 'comm_mode' must be 'ai_cpu' or 'aiv', got {comm_mode!r}")
     found = groups.resolve(hcom)
-    size = None if found is None else found.size if isinstance(found, Group) else found.size()
+    size = None if found is None else groups.rank_and_size(found)[1]
     if world_size != size:
         raise ValueError(f"{name}: argument 'world_size' must be the size of the group, {size}, got {world_size}")
 

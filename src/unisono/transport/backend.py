@@ -67,7 +67,7 @@ class BackendTransport:
         target = _copied(tensor, out) if self.rank == root else tensor.clone()
         torch_op, after = self._prepared(target, *ops.read(op, factor))
         works = [dist.reduce(target, op=torch_op, group=self.pg, async_op=async_op, group_dst=root)]
-        return ended("reduce", works, target, async_op, after)
+        return ended("reduce", works, target if self.rank == root else tensor, async_op, after)
 
     def broadcast(self, tensor: Tensor, root: int, timeout_s: float | None, async_op: bool, /) -> Handle | None:
         works = [dist.broadcast(tensor, group=self.pg, async_op=async_op, group_src=root)]

@@ -1,0 +1,1 @@
+"""The house: which floor may use which."""

@@ -1,0 +1,83 @@
+"""Python imports only go down: a module uses its own folder and floors below. docs/architecture.md has the picture."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import unisono
+
+PACKAGE = Path(unisono.__file__).parent
+
+# From the ground up; what stands in one line does not use its neighbours.
+FLOORS = [
+    {"_core", "version"},
+    {"base"},
+    {"group"},
+    {"transport"},
+    {"calls"},
+    {"uneven", "comm_func", "fused", "torch_backend", "fsdp"},
+    {"ascend"},
+    {"testing", "_yardstick"},
+    {"bench", "demo"},
+    {"cli", "__init__"},
+]
+FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
+
+
+def modules():
+    return [p for p in sorted(PACKAGE.rglob("*.py")) if "shims" not in p.parts]
+
+
+def part_of(dotted):
+    """The floor's name of a module given from the package on: "base" of "base.errors"."""
+    return dotted.split(".")[0] if dotted else "__init__"
+
+
+def imports(path):
+    """(line, part of the package) for every import of the package's own modules, wherever it stands."""
+    here = path.relative_to(PACKAGE).with_suffix("").parts
+    package = here[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = package[: len(package) - node.level + 1]
+                whole = ".".join([*base, *([node.module] if node.module else [])])
+            elif node.module and node.module.split(".")[0] == "unisono":
+                whole = node.module.partition(".")[2]
+            else:
+                continue
+            names = [whole] if whole else [alias.name if alias.name in FLOOR else "" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [a.name.partition(".")[2] for a in node.names if a.name.split(".")[0] == "unisono"]
+        for name in names:
+            yield node.lineno, part_of(name)
+
+
+def upward(path):
+    mine = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    for line, other in imports(path):
+        if other == mine or FLOOR[other] < FLOOR[mine]:
+            continue
+        if other == "__init__" and FLOOR[mine] >= FLOOR["testing"]:
+            continue  # tools use the package as users do
+        yield f"{path.relative_to(PACKAGE)}:{line} of {mine} imports {other}"
+
+
+def test_every_part_has_a_floor():
+    parts = {p.relative_to(PACKAGE).with_suffix("").parts[0] for p in modules()}
+    assert parts <= set(FLOOR), f"no floor for {parts - set(FLOOR)}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_down(path):
+    assert next(upward(path), None) is None
+
+
+def test_an_upward_import_is_found(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    (tmp_path / "base").mkdir()
+    path = tmp_path / "base" / "wrong.py"
+    path.write_text("from ..base import errors\n\n\ndef later():\n    from ..group.group import Group\n")
+    assert list(upward(path)) == ["base/wrong.py:5 of base imports group"]
