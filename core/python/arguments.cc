@@ -155,11 +155,11 @@ void set_reduction(Call& call, nb::handle tensor, DType dtype, OpAndFactor reduc
   call.dtype = dtype;
   call.op = reduction.op;
   call.factor = reduction.factor;
-  if (!reduction_exists(dtype, call.op))
-    refuse({.rule = Rule::op_dtype,
-            .argument = "op",
-            .expected = tensor.attr("dtype"),
-            .got = nb::str(redop_name(call.op))});
+  if (!reduction_exists(dtype, call.op)) refuse_reduction(call.op, tensor);
+}
+
+void refuse_reduction(RedOp op, nb::handle tensor) {
+  refuse({.rule = Rule::op_dtype, .argument = "op", .expected = tensor.attr("dtype"), .got = nb::str(redop_name(op))});
 }
 
 std::byte* matching_output(nb::handle out, const View& in) {

@@ -65,6 +65,8 @@ int64_t whole_number(nanobind::handle object, const char* argument);
 int64_t not_negative(nanobind::handle object, const char* argument);
 // Fills dtype, op and factor of a reducing call on `tensor`.
 void set_reduction(Call& call, nanobind::handle tensor, DType dtype, OpAndFactor reduction);
+// Refuses a reduction that is not defined for the dtype of `tensor`.
+[[noreturn]] void refuse_reduction(RedOp op, nanobind::handle tensor);
 // The memory of `out`, which must match `in` and be the same memory or apart.
 std::byte* matching_output(nanobind::handle out, const View& in);
 int64_t call_timeout_ns(nanobind::handle seconds);  // 0, as None, stands for the group's

@@ -1,48 +1,17 @@
-// The Python module unisono._core. With communicator.h and pending.h the only code that knows both Python's objects and
-// the core. Numbers of enums come from the tables at the end.
+// The Python module unisono._core: the table of what it offers, and the functions that need no file of their own. This
+// folder is the only place that knows both Python's objects and the core.
 #include <nanobind/nanobind.h>
 
-#include "group/join.h"
 #include "kernels/gemm.h"
 #include "kernels/reduce.h"
 #include "python/communicator.h"
+#include "python/listener.h"
+#include "python/products.h"
 
 using namespace nb::literals;
 
 namespace unisono {
 namespace {
-
-class Door {
- public:
-  Door() {
-    Failure failure;
-    heap_ = process_heap(failure);
-    if (heap_) door_ = Doorway::open(failure);
-    if (!door_) raise(failure, "", -1);
-  }
-  const std::string& name() const { return door_->name(); }
-  std::unique_ptr<Communicator> join(int rank, int size, const std::string& group, nb::bytes nonce, uint64_t id,
-                                     double timeout_s, const std::vector<std::string>& names,
-                                     std::optional<double> limit_s) {
-    Token token;
-    if (nonce.size() != sizeof token || names.size() != static_cast<size_t>(size) || size > kMostRanks)
-      refuse({.rule = Rule::group_size, .argument = "size", .expected = nb::int_(kMostRanks), .got = nb::int_(size)});
-    std::memcpy(&token, nonce.c_str(), sizeof token);
-    Failure failure;
-    GroupFacts facts{rank, size, group, id, nanoseconds(timeout_s)};
-    std::shared_ptr<Engine> engine;
-    {
-      nb::gil_scoped_release release;
-      engine = door_->join(heap_, facts, token, names, nanoseconds(limit_s.value_or(timeout_s)), failure);
-    }
-    if (!engine) raise(failure, group, rank);
-    return std::make_unique<Communicator>(std::move(engine));
-  }
-
- private:
-  std::shared_ptr<Heap> heap_;
-  std::unique_ptr<Doorway> door_;
-};
 
 nb::object empty(const std::vector<int64_t>& shape, int code, int bits) {
   Failure failure;
@@ -60,10 +29,10 @@ nb::object empty_like(nb::handle other) {
 }
 
 // Combines tensors of this process, one per rank and in rank order, by the number rule of reduce.h.
-void combine(nb::handle output, nb::list inputs, int op, const std::vector<double>& factors) {
-  View out = view_tensor(output, "output");
+void combine(nb::handle output, nb::list inputs, nb::int_ op, const std::vector<double>& factors) {
+  const View out = view_tensor(output, "output");
   Call call;
-  set_reduction(call, output, out.dtype, {static_cast<RedOp>(op), 1.0});
+  set_reduction(call, output, out.dtype, read_op(op, nb::float_(1.0)));
   std::vector<const void*> sources;
   for (nb::handle input : inputs) {
     View in = view_tensor(input, "inputs");
@@ -89,65 +58,6 @@ nb::dict heap_usage() {
   d["quarantined"] = u.quarantined;
   d["capacity"] = u.capacity;
   return d;
-}
-
-void expect_floats(const View& view, size_t count, const char* argument) {
-  if (view.dtype != DType::f32 || view.count != count)
-    refuse(
-        {.rule = Rule::float32_size, .argument = argument, .expected = nb::int_(count), .got = nb::int_(view.count)});
-}
-
-// Products of pairs of matrices, one behind the other in c. A three-dimensional b is what pack_panels made.
-void multiply_pairs(nb::sequence a, nb::sequence b, const std::vector<size_t>& columns, nb::handle c,
-                    std::optional<nb::sequence> bias) {
-  View out = view_tensor(c, "c");
-  float* to = reinterpret_cast<float*>(out.data);
-  size_t left = out.count;
-  std::vector<Product> products;
-  for (size_t i = 0; i < columns.size(); i++) {
-    MatrixView x = view_matrix(nb::object(a[i]), "a");
-    Product p{x.rows, x.columns, columns[i], x.matrix, {}, false, to, columns[i], nullptr};
-    nb::object w = b[i];
-    if (nb::cast<int>(w.attr("ndim")) == 3) {
-      View panels = view_tensor(w, "b");
-      const size_t width = panel_columns(), count = (p.n + width - 1) / width;
-      expect_floats(panels, count * width * p.k, "b");
-      p.b = {panels.data, DType::f32, 0, 1};
-      p.panels = true;
-    } else {
-      MatrixView y = view_matrix(w, "b");
-      if (y.rows != p.k || y.columns != p.n)
-        refuse({.rule = Rule::matrix_size,
-                .argument = "b",
-                .expected = nb::make_tuple(p.k, p.n),
-                .got = nb::make_tuple(y.rows, y.columns)});
-      p.b = y.matrix;
-    }
-    if (bias) {
-      View row = view_tensor(nb::object((*bias)[i]), "bias");
-      expect_floats(row, p.n, "bias");
-      p.bias = reinterpret_cast<const float*>(row.data);
-    }
-    if (out.dtype != DType::f32 || left < p.m * p.n)
-      refuse({.rule = Rule::float32_size,
-              .argument = "c",
-              .expected = nb::int_(out.count - left + p.m * p.n),
-              .got = nb::int_(out.count)});
-    left -= p.m * p.n;
-    to += p.m * p.n;
-    products.push_back(p);
-  }
-  nb::gil_scoped_release release;
-  for (const Product& p : products) multiply(p);
-}
-
-void pack_into(nb::handle b, nb::handle panels) {
-  MatrixView m = view_matrix(b, "b");
-  View out = view_tensor(panels, "panels");
-  const size_t width = panel_columns(), count = (m.columns + width - 1) / width;
-  expect_floats(out, count * width * m.rows, "panels");
-  nb::gil_scoped_release release;
-  pack_panels(m.matrix, m.rows, m.columns, reinterpret_cast<float*>(out.data));
 }
 
 template <class Enum>
@@ -197,7 +107,7 @@ NB_MODULE(_core, m) {
     return false;
   });
   m.def("multiply", &multiply_pairs, "a"_a, "b"_a, "columns"_a, "c"_a, "bias"_a.none());
-  m.def("pack_panels", &pack_into);
+  m.def("pack_panels", &pack_matrix);
   m.def("panel_columns", &panel_columns);
   m.attr("OPS") = numbers_of<RedOp>(&redop_name);
   m.attr("RULES") = numbers_of<Rule>(&rule_name);
@@ -254,9 +164,9 @@ NB_MODULE(_core, m) {
       .def("offset_of", &Communicator::offset_of)
       .def("peer_bytes", &Communicator::peer_bytes);
 
-  nb::class_<Door>(m, "Door")
+  nb::class_<Listener>(m, "Listener")
       .def(nb::init<>())
-      .def_prop_ro("name", &Door::name)
-      .def("join", &Door::join, "rank"_a, "size"_a, "group"_a, "nonce"_a, "id"_a, "timeout_s"_a, "names"_a,
+      .def_prop_ro("name", &Listener::name)
+      .def("join", &Listener::join, "rank"_a, "size"_a, "group"_a, "nonce"_a, "id"_a, "timeout_s"_a, "names"_a,
            "limit_s"_a = nb::none());
 }

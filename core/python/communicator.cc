@@ -3,6 +3,7 @@
 #include "python/communicator.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "group/join.h"
 #include "group/retire.h"
@@ -216,6 +217,30 @@ void Communicator::matmul_reduce(nb::handle products, nb::handle output, nb::han
   const RedOp reduction = read_op(op, nb::none()).op;
   const View in = view_tensor(products, "products"), out = view_tensor(output, "output");
   const View extra = residual.is_none() ? View() : view_tensor(residual, "residual");
+  size_t wanted = in.count;
+  if (counts) {
+    const auto all = std::accumulate(counts->begin(), counts->end(), size_t{0});
+    if (all != in.count)
+      refuse({.rule = Rule::counts_sum,
+              .argument = "counts",
+              .expected = nb::int_(in.count),
+              .got = nb::cast(*counts),
+              .other = "products"});
+    wanted = 0;
+    for (auto i = static_cast<size_t>(rank_); i < counts->size(); i += static_cast<size_t>(size_))
+      wanted += (*counts)[i];
+  }
+  if (wanted != out.count)
+    refuse(
+        {.rule = Rule::own_elements, .argument = "output", .expected = nb::int_(wanted), .got = nb::int_(out.count)});
+  if (!residual.is_none() && (extra.count != out.count || extra.dtype != out.dtype))
+    refuse({.rule = Rule::like, .argument = "residual", .other = "output"});
+  if (!finishing_exists(in.dtype, out.dtype, reduction)) refuse_reduction(reduction, output);
+  if (size_ > 1) {
+    expect_shared(in, "products");
+    expect_shared(out, "output");
+    if (counts) expect_shared(extra, "residual");
+  }
   Finish finish;
   finish.out = out.dtype;
   finish.scale = scale;
@@ -223,38 +248,8 @@ void Communicator::matmul_reduce(nb::handle products, nb::handle output, nb::han
   finish.hash = hash;
   finish.has_residual = !residual.is_none();
   finish.residual = extra.data;
-  size_t wanted = in.count;
-  if (counts) {
-    finish.counts = counts->data();
-    finish.spans = counts->size();
-    size_t all = 0;
-    wanted = 0;
-    for (size_t i = 0; i < counts->size(); i++) {
-      all += (*counts)[i];
-      if (i % static_cast<size_t>(size_) == static_cast<size_t>(rank_)) wanted += (*counts)[i];
-    }
-    if (all != in.count)
-      refuse({.rule = Rule::counts_sum,
-              .argument = "counts",
-              .expected = nb::int_(in.count),
-              .got = nb::cast(*counts),
-              .other = "products"});
-  }
-  if (wanted != out.count)
-    refuse(
-        {.rule = Rule::own_elements, .argument = "output", .expected = nb::int_(wanted), .got = nb::int_(out.count)});
-  if (finish.has_residual && (extra.count != out.count || extra.dtype != out.dtype))
-    refuse({.rule = Rule::like, .argument = "residual", .other = "output"});
-  if (!finishing_exists(in.dtype, out.dtype, reduction))
-    refuse({.rule = Rule::op_dtype,
-            .argument = "op",
-            .expected = output.attr("dtype"),
-            .got = nb::str(redop_name(reduction))});
-  if (size_ > 1) {
-    expect_shared(in, "products");
-    expect_shared(out, "output");
-    if (counts) expect_shared(extra, "residual");
-  }
+  finish.counts = counts ? counts->data() : nullptr;
+  finish.spans = counts ? counts->size() : 0;
   Call call;
   call.verb = Verb::matmul_reduce;
   call.dtype = in.dtype;

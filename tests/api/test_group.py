@@ -267,17 +267,17 @@ def _joins_among_strangers(group, path):
     """Another group, whose doors strangers know; they knock before and while the ranks join."""
     rank, size = group.rank, group.size
     store = FileStore(path, size)
-    door = _core.Door()
+    listener = _core.Listener()
     strangers = []
     for noise in (b"", b"x", b"unisono" * 100, bytes(4096)):
         knock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        knock.connect("\0" + door.name)
+        knock.connect("\0" + listener.name)
         if noise:
             knock.send(noise)
         strangers.append(knock)
-    store.set(str(rank), door.name)
+    store.set(str(rank), listener.name)
     names = [store.get(str(r)).decode() for r in range(size)]
-    comm = door.join(rank, size, "strangers", b"n" * 16, 77, 20.0, names)
+    comm = listener.join(rank, size, "strangers", b"n" * 16, 77, 20.0, names)
     t = torch.ones(10)
     comm.all_reduce(t, None, 0, 1.0, 0.0, False)
     comm.close("done", 0.2)

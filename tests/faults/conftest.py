@@ -18,7 +18,7 @@ def _nothing() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def fresh_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Start it before any test counts processes; it imports tests.* by name."""
     root = str(Path(__file__).resolve().parents[2])
     old = os.environ.get("PYTHONPATH")

@@ -26,16 +26,16 @@ SOON_S = 15.0  # "at once" on a loaded machine; every limit that must not be wai
 LONG_S = 60.0
 
 
-def _doors(group, path):
-    """A door of this rank, and everybody's names."""
+def _listeners(group, path):
+    """A listener of this rank, and everybody's names."""
     store = FileStore(path, group.size)
-    door = _core.Door()
-    store.set(str(group.rank), door.name)
-    return door, [store.get(str(rank)).decode() for rank in range(group.size)]
+    listener = _core.Listener()
+    store.set(str(group.rank), listener.name)
+    return listener, [store.get(str(rank)).decode() for rank in range(group.size)]
 
 
-def _join(door, group, names, limit_s=LONG_S):
-    return door.join(group.rank, group.size, "test", NONCE, 77, limit_s, names)
+def _join(listener, group, names, limit_s=LONG_S):
+    return listener.join(group.rank, group.size, "test", NONCE, 77, limit_s, names)
 
 
 @contextlib.contextmanager
@@ -53,18 +53,18 @@ def _ctrl_c_after(seconds):
 
 
 @contextlib.contextmanager
-def _full_door():
-    """The name of a door where nobody answers and nobody can get in line any more."""
+def _full_listener():
+    """The name of a listener where nobody answers and nobody can get in line any more."""
     with contextlib.ExitStack() as stack:
-        door = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        door.bind(b"\0unisono-full-%d" % os.getpid())
-        door.listen(0)
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listener.bind(b"\0unisono-full-%d" % os.getpid())
+        listener.listen(0)
         with contextlib.suppress(BlockingIOError):
             while True:
                 knock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 knock.setblocking(False)
-                knock.connect(door.getsockname())
-        yield door.getsockname()[1:].decode()
+                knock.connect(listener.getsockname())
+        yield listener.getsockname()[1:].decode()
 
 
 # -- a rank gives up while others have joined
@@ -72,23 +72,23 @@ def _full_door():
 
 def _one_gives_up(group, path):
     """Rank 2 reaches rank 0 but not rank 1; once rank 0 has its group, rank 2 is interrupted."""
-    door, names = _doors(group, path)
+    listener, names = _listeners(group, path)
     signal.signal(signal.SIGUSR1, signal.default_int_handler)
     group.barrier()
     if group.rank == 2:
-        with _full_door() as names[1]:
+        with _full_listener() as names[1]:
             before = _core.heap_usage()["in_use"]
             with pytest.raises(KeyboardInterrupt):
-                _join(door, group, names)
+                _join(listener, group, names)
         held = _core.heap_usage()["in_use"]
         group.barrier()  # rank 0 has made its call
         group.barrier()  # all have left
-        _core.Door().join(0, 1, "alone", NONCE, 78, LONG_S, ["unused"]).close("done", 0.0)
+        _core.Listener().join(0, 1, "alone", NONCE, 78, LONG_S, ["unused"]).close("done", 0.0)
         return held - before, _core.heap_usage()["in_use"] - before
     began = time.monotonic()
     comm = None
     with pytest.raises(unisono.AbortedError) as caught:
-        comm = _join(door, group, names)
+        comm = _join(listener, group, names)
         os.kill(group.transport.pids[2], signal.SIGUSR1)
         began = time.monotonic()
         comm.barrier(LONG_S, False)
@@ -114,12 +114,12 @@ def test_a_rank_that_gives_up_tells_those_that_joined(tmp_path):
 
 def _gives_up_early(group, path):
     """Rank 2 never answers; rank 1 waits for it only a second, rank 0 much longer."""
-    door, names = _doors(group, path)
+    listener, names = _listeners(group, path)
     began = time.monotonic()
     text = ""
     if group.rank < 2:
         with pytest.raises(unisono.UnisonoError) as caught:
-            _join(door, group, names, 1.0 if group.rank else LONG_S)
+            _join(listener, group, names, 1.0 if group.rank else LONG_S)
         text = f"{type(caught.value).__name__}: {caught.value}"
     took = time.monotonic() - began
     group.barrier()
@@ -134,7 +134,7 @@ def test_whoever_still_joins_learns_it_too(tmp_path):
 
 
 def _dies_while_joining(group, path):
-    door, names = _doors(group, path)
+    listener, names = _listeners(group, path)
     if group.rank == 2:
         with contextlib.suppress(unisono.UnisonoError):
             group.recv(torch.zeros(1), 0, timeout_s=LONG_S)  # stays until rank 0 is done
@@ -143,9 +143,9 @@ def _dies_while_joining(group, path):
     if group.rank == 1:
         with _ctrl_c_after(1.0):
             signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-            _join(door, group, names)
+            _join(listener, group, names)
     with pytest.raises(unisono.PeerLostError, match=r"rank 1 .*died|rank 1 closed"):
-        _join(door, group, names)
+        _join(listener, group, names)
     return time.monotonic() - began
 
 
@@ -182,12 +182,12 @@ def test_ctrl_c_and_limit_with_every_store(kind, tmp_path):
     assert took < SOON_S
 
 
-class _SilentDoor:
+class _SilentListener:
     """Is published like any other, then never answers."""
 
     def __init__(self):
-        self._door = _core.Door()
-        self.name = self._door.name
+        self._listener = _core.Listener()
+        self.name = self._listener.name
 
     def join(self, *arguments):
         raise InterruptedError
@@ -203,12 +203,12 @@ def _late_and_silent(group, path):
             unisono.Group.from_store(store, 0, 2, timeout_s=6.0)
     else:
         time.sleep(4.0)
-        rendezvous._core = type("Core", (), {**vars(_core), "Door": _SilentDoor})
+        rendezvous._core = type("Core", (), {**vars(_core), "Listener": _SilentListener})
         with pytest.raises(InterruptedError):
             unisono.Group.from_store(store, 1, 2, timeout_s=6.0)
         rendezvous._core = _core
     took = time.monotonic() - began
-    group.barrier()  # the silent door stays open until now
+    group.barrier()  # the silent listener stays open until now
     return took
 
 
@@ -218,18 +218,18 @@ def test_one_limit_for_the_whole_of_joining(tmp_path):
 
 
 def _no_room(group):
-    with _full_door() as full:
+    with _full_listener() as full:
         names = [full, "unused"]
         began = time.monotonic()
         with pytest.raises(unisono.CollectiveTimeoutError, match="0"):
-            _core.Door().join(1, 2, "full", NONCE, 77, 0.5, names)
+            _core.Listener().join(1, 2, "full", NONCE, 77, 0.5, names)
         limit = time.monotonic() - began
         with pytest.raises(KeyboardInterrupt), _ctrl_c_after(0.3):
-            _core.Door().join(1, 2, "full", NONCE, 77, LONG_S, names)
+            _core.Listener().join(1, 2, "full", NONCE, 77, LONG_S, names)
     return limit
 
 
-def test_a_door_with_no_room(tmp_path):
+def test_a_listener_with_no_room(tmp_path):
     """connect() itself has the limit and sees Ctrl-C."""
     (took,) = run_ranks(1, _no_room, timeout_s=SOON_S)
     assert took >= 0.5
@@ -240,19 +240,19 @@ def test_a_door_with_no_room(tmp_path):
 
 def _among_many_strangers(group, path):
     """More silent connections wait than this process may have files open."""
-    door, names = _doors(group, path)
+    listener, names = _listeners(group, path)
     room = len(os.listdir("/proc/self/fd")) + 200
     crowd = "import socket, sys\nkept = []\nfor i in range(600):\n"
     crowd += "  s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
     crowd += "  s.connect(chr(0) + sys.argv[1])\n  kept.append(s)\n"
     crowd += "print('here', flush=True)\nsys.stdin.read()\n"
     with subprocess.Popen(
-        [sys.executable, "-c", crowd, door.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", crowd, listener.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as strangers:
         assert strangers.stdout.readline() == b"here\n"
         resource.setrlimit(resource.RLIMIT_NOFILE, (room, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
         group.barrier()
-        comm = _join(door, group, names)
+        comm = _join(listener, group, names)
         comm.barrier(LONG_S, False)
         comm.close("done", 0.2)
         strangers.stdin.close()
@@ -284,14 +284,14 @@ while True:  # as fast as it can, until it is killed
 
 
 def _flooded(group, path):
-    door, names = _doors(group, path)
+    listener, names = _listeners(group, path)
     if group.rank == 0:
         flood = subprocess.Popen([sys.executable, "-c", FLOOD, *names], stdout=subprocess.PIPE)
         flood.stdout.readline()
         time.sleep(0.5)  # the doors' queues fill
     group.barrier()
     try:
-        comm = _join(door, group, names)
+        comm = _join(listener, group, names)
         comm.barrier(LONG_S, False)
         comm.close("done", 0.2)
     finally:

@@ -82,8 +82,8 @@ def meet(
     me = numbers[rank]
     use = store.add(f"unisono/{name}/uses/{me}", 1)
     prefix = f"unisono/{name}/{use}"
-    door = _core.Door()
-    mine = Plan(VERSION, size, numbers, me, door.name, secrets.token_hex(16))
+    listener = _core.Listener()
+    mine = Plan(VERSION, size, numbers, me, listener.name, secrets.token_hex(16))
     first = Plan.read(store.compare_set(f"{prefix}/plan", "", mine.written()))
     store.set(f"{prefix}/at/{me}", mine.written())
     disputed = bool(mine.differs(first))
@@ -103,7 +103,7 @@ def meet(
     nonce = bytes.fromhex(first.nonce)
     identity = int.from_bytes(nonce[:8], "little") | 1
     left_s = max(0.0, deadline_s - time.monotonic())
-    return door.join(rank, size, name, nonce, identity, timeout_s, [plan.door for plan in plans], left_s)
+    return listener.join(rank, size, name, nonce, identity, timeout_s, [plan.door for plan in plans], left_s)
 
 
 def _late(
