@@ -70,7 +70,8 @@ def outside(group, path):
 
 @pytest.mark.parametrize("size", [2])
 def test_a_rank_outside_of_the_group(pool, size, tmp_path):
-    assert pool.run(outside, str(tmp_path / "store")) == [2.0, "For a fused matmul, this process must be in the group, and it is not"]
+    said = "For a fused matmul, this process must be in the group, and it is not"
+    assert pool.run(outside, str(tmp_path / "store")) == [2.0, said]
 
 
 def compiled_on_backend(group, path):

@@ -33,7 +33,7 @@ spin_us: int = int(_number("UNISONO_SPIN", -1))
 isa: str = os.environ.get("UNISONO_ISA", "")
 #: How many Ascend devices unisono.ascend emulates; more if torchrun starts more ranks on this host.
 npus: int = int(_number("UNISONO_NPUS", 8))
-#: Matrix products of the fused matmuls: "core" or "torch"; empty: by dtype and rows, see fused_gemm.py.
+#: Matrix products of the fused matmuls: "core" or "torch"; empty: by dtype and rows, see fused/gemm.py.
 gemm: str = os.environ.get("UNISONO_GEMM", "")
 if gemm not in ("", "core", "torch"):
     raise ValueError(f"UNISONO_GEMM must be core, torch or empty, got {gemm!r}")

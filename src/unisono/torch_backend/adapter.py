@@ -202,7 +202,9 @@ class ProcessGroupAdapter:
             try:
                 return Work((), [sparse.all_reduce(self.unisono_group, tensor, op)])
             except ArgumentError as error:
-                raise refusals.refusal("all_reduce", () if tensor.layout is torch.sparse_coo else (tensor,), error) from None
+                raise refusals.refusal(
+                    "all_reduce", () if tensor.layout is torch.sparse_coo else (tensor,), error
+                ) from None
         work = self._run("all_reduce", self.transport.all_reduce, (tensor, None, op, None), [tensor], options, timeout)
         if work is not FINISHED and tensor.numel() <= 8:
             self._small.append(work)
