@@ -67,13 +67,12 @@ nb::dict numbers_of(const char* (*name)(Enum)) {
   return dict;
 }
 
-}  // namespace
-}  // namespace unisono
+// A parameter that takes any object: None too, so that the verb refuses it by name.
+auto operator""_any(const char* name, size_t) {
+  return nb::arg(name).none();
+}
 
-NB_MODULE(_core, m) {
-  using namespace unisono;
-  python_interrupted = check_python_signals;
-
+void add_functions(nb::module_& m) {
   m.def(
       "setup",
       [](nb::handle tensor, nb::handle reduce_op, nb::object handle, nb::object make_error,
@@ -94,7 +93,7 @@ NB_MODULE(_core, m) {
         OpAndFactor reduction = read_op(op, factor);
         return nb::make_tuple(static_cast<int>(reduction.op), reduction.factor);
       },
-      "op"_a.none(), "factor"_a.none() = nb::none());
+      "op"_any, "factor"_any = nb::none());
   m.def("empty", &unisono::empty);
   m.def("empty_like", &unisono::empty_like);
   m.def("in_region", [](uintptr_t p) { return in_region(reinterpret_cast<const void*>(p)); });
@@ -112,7 +111,34 @@ NB_MODULE(_core, m) {
   m.attr("OPS") = numbers_of<RedOp>(&redop_name);
   m.attr("RULES") = numbers_of<Rule>(&rule_name);
   m.attr("LAYOUT") = kLayoutVersion;
+}
 
+void add_verbs(nb::class_<Communicator>& communicator) {
+  communicator.def("barrier", &Communicator::barrier, "timeout_s"_any, "async_op"_a)
+      .def("all_reduce", &Communicator::all_reduce, "tensor"_any, "out"_any, "op"_any, "factor"_any, "timeout_s"_any,
+           "async_op"_a)
+      .def("reduce", &Communicator::reduce, "tensor"_any, "root"_any, "out"_any, "op"_any, "factor"_any,
+           "timeout_s"_any, "async_op"_a)
+      .def("broadcast", &Communicator::broadcast, "tensor"_any, "root"_any, "timeout_s"_any, "async_op"_a)
+      .def("all_gather", &Communicator::all_gather, "output"_any, "input"_any, "counts"_any, "timeout_s"_any,
+           "async_op"_a)
+      .def("reduce_scatter", &Communicator::reduce_scatter, "output"_any, "input"_any, "counts"_any, "op"_any,
+           "factor"_any, "timeout_s"_any, "async_op"_a)
+      .def("gather", &Communicator::gather, "output"_any, "input"_any, "root"_any, "counts"_any, "timeout_s"_any,
+           "async_op"_a)
+      .def("scatter", &Communicator::scatter, "output"_any, "input"_any, "root"_any, "counts"_any, "timeout_s"_any,
+           "async_op"_a)
+      .def("all_to_all", &Communicator::all_to_all, "output"_any, "input"_any, "output_counts"_any, "input_counts"_any,
+           "timeout_s"_any, "async_op"_a)
+      .def("matmul_reduce", &Communicator::matmul_reduce, "products"_any, "output"_any, "op"_any, "scale"_a,
+           "residual"_any, "counts"_any, "hash"_a, "words"_any, "timeout_s"_any)
+      .def("send", &Communicator::send, "tensor"_any, "dst"_any, "tag"_any, "timeout_s"_any, "async_op"_a)
+      .def("recv", &Communicator::recv, "tensor"_any, "src"_any, "tag"_any, "timeout_s"_any, "async_op"_a)
+      .def("new_like", &Communicator::new_like, "tensor"_any)
+      .def("new_rows", &Communicator::new_rows, "tensor"_any, "rows"_any);
+}
+
+void add_classes(nb::module_& m) {
   nb::class_<Pending>(m, "Pending")
       .def("done", &Pending::done)
       .def("wait", &Pending::wait)
@@ -120,8 +146,8 @@ NB_MODULE(_core, m) {
       .def("on_done", &Pending::on_done)
       .def_prop_ro("source", &Pending::source);
 
-  nb::class_<Communicator>(m, "Communicator")
-      .def_prop_ro("rank", &Communicator::rank)
+  nb::class_<Communicator> communicator(m, "Communicator");
+  communicator.def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("size", &Communicator::size)
       .def_prop_ro("name", &Communicator::name)
       .def_prop_ro("staged_bytes", &Communicator::staged_bytes)
@@ -129,37 +155,12 @@ NB_MODULE(_core, m) {
       .def_prop_ro("id", &Communicator::id)
       .def_prop_ro("cache_bytes", &Communicator::cache_bytes)
       .def_prop_ro("pids", &Communicator::pids)
-      .def("rename", &Communicator::rename)
-      // None is let through to be refused by name.
-      .def("barrier", &Communicator::barrier, "timeout_s"_a.none(), "async_op"_a)
-      .def("all_reduce", &Communicator::all_reduce, "tensor"_a.none(), "out"_a.none(), "op"_a.none(), "factor"_a.none(),
-           "timeout_s"_a.none(), "async_op"_a)
-      .def("reduce", &Communicator::reduce, "tensor"_a.none(), "root"_a.none(), "out"_a.none(), "op"_a.none(),
-           "factor"_a.none(), "timeout_s"_a.none(), "async_op"_a)
-      .def("broadcast", &Communicator::broadcast, "tensor"_a.none(), "root"_a.none(), "timeout_s"_a.none(),
-           "async_op"_a)
-      .def("all_gather", &Communicator::all_gather, "output"_a.none(), "input"_a.none(), "counts"_a.none(),
-           "timeout_s"_a.none(), "async_op"_a)
-      .def("reduce_scatter", &Communicator::reduce_scatter, "output"_a.none(), "input"_a.none(), "counts"_a.none(),
-           "op"_a.none(), "factor"_a.none(), "timeout_s"_a.none(), "async_op"_a)
-      .def("gather", &Communicator::gather, "output"_a.none(), "input"_a.none(), "root"_a.none(), "counts"_a.none(),
-           "timeout_s"_a.none(), "async_op"_a)
-      .def("scatter", &Communicator::scatter, "output"_a.none(), "input"_a.none(), "root"_a.none(), "counts"_a.none(),
-           "timeout_s"_a.none(), "async_op"_a)
-      .def("all_to_all", &Communicator::all_to_all, "output"_a.none(), "input"_a.none(), "output_counts"_a.none(),
-           "input_counts"_a.none(), "timeout_s"_a.none(), "async_op"_a)
-      .def("matmul_reduce", &Communicator::matmul_reduce, "products"_a.none(), "output"_a.none(), "op"_a.none(),
-           "scale"_a, "residual"_a.none(), "counts"_a.none(), "hash"_a, "words"_a.none(), "timeout_s"_a.none())
-      .def("send", &Communicator::send, "tensor"_a.none(), "dst"_a.none(), "tag"_a.none(), "timeout_s"_a.none(),
-           "async_op"_a)
-      .def("recv", &Communicator::recv, "tensor"_a.none(), "src"_a.none(), "tag"_a.none(), "timeout_s"_a.none(),
-           "async_op"_a)
-      .def("new_like", &Communicator::new_like, "tensor"_a.none())
-      .def("new_rows", &Communicator::new_rows, "tensor"_a.none(), "rows"_a.none())
-      .def("close", &Communicator::close)
+      .def("rename", &Communicator::rename);
+  add_verbs(communicator);
+  communicator.def("close", &Communicator::close)
       .def("abort", &Communicator::abort)
       .def("make_block", &Communicator::make_block)
-      .def("drop_block", &Communicator::drop_block, "offset"_a, "rank"_a, "reason"_a.none())
+      .def("drop_block", &Communicator::drop_block, "offset"_a, "rank"_a, "reason"_any)
       .def("split", &Communicator::split)
       .def("offset_of", &Communicator::offset_of)
       .def("peer_bytes", &Communicator::peer_bytes);
@@ -169,4 +170,13 @@ NB_MODULE(_core, m) {
       .def_prop_ro("name", &Listener::name)
       .def("join", &Listener::join, "rank"_a, "size"_a, "group"_a, "nonce"_a, "id"_a, "timeout_s"_a, "names"_a,
            "limit_s"_a = nb::none());
+}
+
+}  // namespace
+}  // namespace unisono
+
+NB_MODULE(_core, m) {
+  unisono::python_interrupted = unisono::check_python_signals;
+  unisono::add_functions(m);
+  unisono::add_classes(m);
 }

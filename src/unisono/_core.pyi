@@ -7,7 +7,7 @@ import torch.distributed as dist
 from .base.errors import ArgumentError, UnisonoError
 from .base.handle import Handle
 
-ReduceOp = str | int | dist.ReduceOp | dist.ReduceOp.RedOpType
+_ReduceOp = str | int | dist.ReduceOp | dist.ReduceOp.RedOpType
 
 OPS: dict[str, int]
 RULES: dict[str, int]
@@ -25,7 +25,7 @@ def setup(
     spin_us: int,
     fork_copy_max: int,
 ) -> None: ...
-def read_op(op: ReduceOp, factor: float | None = None) -> tuple[int, float]: ...
+def read_op(op: _ReduceOp, factor: float | None = None) -> tuple[int, float]: ...
 def empty(shape: Sequence[int], code: int, bits: int) -> torch.Tensor: ...
 def empty_like(tensor: torch.Tensor) -> torch.Tensor | None: ...
 def in_region(address: int) -> bool: ...
@@ -69,7 +69,7 @@ class Communicator:
         self,
         tensor: torch.Tensor,
         out: torch.Tensor | None,
-        op: ReduceOp,
+        op: _ReduceOp,
         factor: float | None,
         timeout_s: float | None,
         async_op: bool,
@@ -79,7 +79,7 @@ class Communicator:
         tensor: torch.Tensor,
         root: int,
         out: torch.Tensor | None,
-        op: ReduceOp,
+        op: _ReduceOp,
         factor: float | None,
         timeout_s: float | None,
         async_op: bool,
@@ -98,7 +98,7 @@ class Communicator:
         output: torch.Tensor,
         input: _Tensors,
         counts: Sequence[int] | None,
-        op: ReduceOp,
+        op: _ReduceOp,
         factor: float | None,
         timeout_s: float | None,
         async_op: bool,
@@ -134,7 +134,7 @@ class Communicator:
         self,
         products: torch.Tensor,
         output: torch.Tensor,
-        op: ReduceOp,
+        op: _ReduceOp,
         scale: float,
         residual: torch.Tensor | None,
         counts: Sequence[int] | None,
