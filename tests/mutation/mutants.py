@@ -157,7 +157,7 @@ STRIDES = ("test_strided", "test_strides", {"size": 2, "place": "gaps"})
 
 add("send: off by one", around("send", _message_off_by_one), RING)
 add("send: last element lost", wrong.last_element_lost("recv"), RING)
-add("tags are ignored", argument_changed("_mail", 4, lambda group, tag: 0), TAGS)
+add("tags are ignored", argument_changed("_message", 4, lambda group, tag: 0), TAGS)
 add("recv: source ignored", instead(ProcessGroupUnisono, "recv", lambda self, tensors, src, tag=0:
     self.recv_anysource(tensors, tag)), ("test_send_recv", "test_batch_isend_irecv", {"size": 3}))  # fmt: skip
 add("recv: wrong source is told", instead(Work, "_source_rank", lambda self: 0), ANY_SOURCE)

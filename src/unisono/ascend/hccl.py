@@ -110,9 +110,9 @@ class ProcessGroupHCCL(ProcessGroupUnisono):
         lower = _Lowering(self._takes_cpu)
         return lower.back(super()._run_all(name, verb, lower(calls), lower(outputs), opts), outputs)
 
-    def _mail(self, name: str, verb: Callable[..., Any], tensor: Tensor, peer: int | None, tag: int) -> Work:
+    def _message(self, name: str, verb: Callable[..., Any], tensor: Tensor, peer: int | None, tag: int) -> Work:
         lower = _Lowering(self._takes_cpu)
-        return lower.back(super()._mail(name, verb, lower(tensor), peer, tag), [tensor])
+        return lower.back(super()._message(name, verb, lower(tensor), peer, tag), [tensor])
 
 
 class _Lowering:

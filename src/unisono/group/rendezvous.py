@@ -2,7 +2,7 @@
 
 ``uses/<rank>`` counts how often a rank has joined by this name, so that a name can be used again; all else is below
 that number. ``plan`` is written by whoever comes first: what all must agree on, and the nonce. ``at/<rank>`` has the
-plan of each rank and where its door is. ``dispute`` is there once a rank's plan differs from the first one. So ranks
+plan of each rank and where its listener is. ``dispute`` is there once a rank's plan differs from the first one. So ranks
 that can never meet learn it at once, and who wanted what.
 
 All waiting is polling with ``check``, which every store answers at once: ``wait`` blocks in C++, where Ctrl-C does not
@@ -38,7 +38,7 @@ class Plan:
     size: int
     members: list[int]
     rank: int  # of this rank, one of `members`
-    door: str
+    listener: str
     nonce: str
 
     @classmethod
@@ -103,7 +103,7 @@ def meet(
     nonce = bytes.fromhex(first.nonce)
     identity = int.from_bytes(nonce[:8], "little") | 1
     left_s = max(0.0, deadline_s - time.monotonic())
-    return listener.join(rank, size, name, nonce, identity, timeout_s, [plan.door for plan in plans], left_s)
+    return listener.join(rank, size, name, nonce, identity, timeout_s, [plan.listener for plan in plans], left_s)
 
 
 def _late(

@@ -341,13 +341,13 @@ class ProcessGroupAdapter:
     # -- point to point
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
-        return self._mail("send", self.transport.send, one(tensors), dst, tag)
+        return self._message("send", self.transport.send, one(tensors), dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
-        return self._mail("recv", self.transport.recv, one(tensors), src, tag)
+        return self._message("recv", self.transport.recv, one(tensors), src, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
-        return self._mail("recvAnySource", self.transport.recv, one(tensors), None, tag)
+        return self._message("recvAnySource", self.transport.recv, one(tensors), None, tag)
 
     # -- how a call is made
 
@@ -410,7 +410,7 @@ class ProcessGroupAdapter:
             self._batch.append(work)
         return work
 
-    def _mail(self, name: str, verb: Callable[..., Any], tensor: Tensor, peer: int | None, tag: int) -> Work:
+    def _message(self, name: str, verb: Callable[..., Any], tensor: Tensor, peer: int | None, tag: int) -> Work:
         end = _record(name, [tensor]) if _profiling() else None
         try:
             if tag < 0:
