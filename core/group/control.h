@@ -16,11 +16,11 @@
 #include <cstddef>
 #include <cstring>
 
+#include "base/shared.h"
 #include "base/types.h"
 
 namespace unisono {
 
-constexpr size_t kLineBytes = 128;
 constexpr size_t kInlineBytes = 40;
 constexpr size_t kSlotBytes = 64 << 10;
 constexpr size_t kStageBytes = 512 << 10;  // half of it for pieces going in, half for pieces coming out
@@ -37,22 +37,6 @@ constexpr size_t kLongPieceBytes = 1 << 20;
 static_assert(kStageBytes / 2 >= 2 * kPieceBytes && kRingBytes / 2 >= 2 * kLongPieceBytes);
 constexpr size_t kNoteBytes = 496;
 constexpr int kMostRanks = 256;
-
-using Flag = std::atomic<uint64_t>;
-static_assert(Flag::is_always_lock_free);
-
-// For what may be written while it is read: the reader copies it, then looks whether it was. Whole words, relaxed; the
-// fences of both sides order them.
-inline void copy_words(void* to, const void* from, size_t bytes) {
-  for (size_t i = 0; i < bytes / sizeof(uint64_t); i++)
-    __atomic_store_n(static_cast<uint64_t*>(to) + i,
-                     __atomic_load_n(static_cast<const uint64_t*>(from) + i, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
-}
-inline void fence([[maybe_unused]] std::memory_order order) {
-#if !defined(__SANITIZE_THREAD__)  // which knows no fences
-  std::atomic_thread_fence(order);
-#endif
-}
 
 // Where a tensor is, in words every rank understands: 0 is "not in shared memory"; otherwise bit 63, the group rank
 // whose heap holds it, and the offset in that heap.
@@ -128,24 +112,6 @@ struct alignas(kLineBytes) Membership {
   char reason[kLineBytes - 2 * sizeof(Flag)];
 };
 static_assert(sizeof(Membership) == kLineBytes);
-
-// What a thread of this process waits for, in any of its groups, so that a peer whose time runs out can say it. A few
-// lines in the heap's first page; `stamp` is even and not 0 while there is something to read.
-struct Waiting {
-  int64_t since_ns;
-  uint64_t seq;
-  int64_t tag;   // of a message
-  int32_t peer;  // of a message; -1: anyone, or a collective
-  Verb verb;
-  char group[83];
-};
-struct alignas(kLineBytes) Activity {
-  Flag stamp;
-  Waiting what;
-};
-static_assert(sizeof(Activity) == kLineBytes);
-constexpr size_t kActivities = 16;
-constexpr size_t kActivitiesAt = 1024;  // in the heap's first page
 
 // Point-to-point: for every ordered pair (sender, receiver) a ring of letters in the sender's block and a ring of
 // replies in the receiver's. Letter i lives in entry i % depth until reply i says done.

@@ -294,7 +294,7 @@ std::string Group::last_call(int r) const {
 // What the threads of rank r wait for, in this group or in another.
 std::string Group::waits_of(int r) const {
   std::string words;
-  for (const Waiting& w : Heap::read_activities(peer(r).heap_base)) {
+  for (const Waiting& w : read_activities(peer(r).heap_base)) {
     words += words.empty() ? "   now in " : ", ";
     words += verb_name(w.verb);
     if (w.verb == Verb::send || w.verb == Verb::recv) {

@@ -14,10 +14,9 @@
 #include <cstddef>
 #include <fstream>
 
+#include "base/cpu.h"
 #include "group/retire.h"
 #include "group/wait.h"
-#include "kernels/reduce.h"
-#include "verbs/mover.h"
 
 namespace unisono {
 namespace {
@@ -206,7 +205,7 @@ class Joining {
       Hello unread;
       Fd memory;
       receive_hello(k.socket.get(), unread, memory);  // a link must be silent
-      peers_[static_cast<size_t>(k.rank)].link = std::make_shared<Link>(k.socket.release(), k.pid);
+      peers_[static_cast<size_t>(k.rank)].link = std::make_shared<Link>(std::move(k.socket), k.pid);
     }
     const Peer self = peers_[static_cast<size_t>(facts_.rank)];
     for (Peer& peer : peers_)
@@ -304,7 +303,7 @@ class Joining {
             hello.block <= hello.capacity && Block::bytes(facts_.size) <= hello.capacity - hello.block;
     std::shared_ptr<Mapping> mapping;
     if (known) {
-      mapping = map_peer(hello.token, memory.get(), hello.capacity, failure_);
+      mapping = map_peer(hello.token, std::move(memory), hello.capacity, failure_);
       if (!mapping) return failed(failure_.code, rank_words(hello.rank) + ": " + failure_.text, {hello.rank});
       if (k.rank < 0) known = send_hello(k.socket.get(), mine(), heap_->fd());
     }
@@ -312,7 +311,7 @@ class Joining {
     if (!known)
       return k.rank < 0 ||
              failed(Code::peer_lost, rank_words(k.rank) + " closed the connection while joining", {k.rank});
-    auto link = std::make_shared<Link>(socket.release(), k.pid);
+    auto link = std::make_shared<Link>(std::move(socket), k.pid);
     const Block block(mapping->base() + hello.block, facts_.size);
     hellos_[static_cast<size_t>(hello.rank)] = hello;
     peers_[static_cast<size_t>(hello.rank)] = {mapping->base(), mapping->capacity(), mapping, block, link, k.pid};
@@ -365,10 +364,6 @@ class Joining {
 };
 
 }  // namespace
-
-Fd::~Fd() {
-  if (fd_ >= 0) ::close(fd_);
-}
 
 std::unique_ptr<Doorway> Doorway::open(Failure& failure) {
   Fd fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));

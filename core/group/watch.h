@@ -10,11 +10,13 @@
 #include <mutex>
 #include <string>
 
+#include "base/fd.h"
+
 namespace unisono {
 
 class Link {
  public:
-  Link(int socket, pid_t pid);
+  Link(Fd socket, pid_t pid);
   ~Link();
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
@@ -25,7 +27,7 @@ class Link {
 
  private:
   std::mutex mutex_;
-  int socket_;
+  Fd socket_;  // none in a forked child
   pid_t pid_;
   bool hung_up_ = false;
 };

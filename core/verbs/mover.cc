@@ -3,27 +3,10 @@
 
 #include <algorithm>
 #include <bit>
-#include <fstream>
 
 #include "group/wait.h"
 
 namespace unisono {
-
-size_t last_cache_bytes() {
-  static const size_t bytes = [] {
-    // What this processor shares, not what sysconf adds up over a whole socket.
-    size_t largest = 0;
-    for (int i = 0; i < 8; i++) {
-      std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(i) + "/size");
-      size_t n = 0;
-      char unit = 0;
-      if (file >> n) file >> unit;
-      largest = std::max(largest, unit == 'M' ? n << 20 : unit == 'K' ? n << 10 : n);
-    }
-    return largest ? largest : size_t{8} << 20;
-  }();
-  return bytes;
-}
 
 bool Mover::all_buffered() const {
   for (int r = 0; r < size_; r++)

@@ -76,7 +76,4 @@ class Mover {
   size_t since_ = 0;    // bytes moved since the last thorough look
 };
 
-// Non-temporal stores pay when what a call reads and writes, on all ranks, does not fit this anyway.
-size_t last_cache_bytes();
-
 }  // namespace unisono
