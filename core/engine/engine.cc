@@ -9,7 +9,6 @@
 #include <system_error>
 
 #include "group/retire.h"
-#include "group/wait.h"
 
 namespace unisono {
 namespace {
@@ -28,13 +27,18 @@ thread_local Engine* serving = nullptr;  // the engine whose post this thread ha
 
 }  // namespace
 
-Engine::Engine(std::unique_ptr<Group> group) : group_(std::move(group)), post_(std::make_unique<Post>(*group_)) {
-  group_->meanwhile = [this] {
+Engine::Engine(std::unique_ptr<Group> group)
+    : group_(std::move(group)),
+      waiter_(*group_),
+      collectives_(*group_, waiter_),
+      post_(std::make_unique<Post>(*group_, waiter_)) {
+  waiter_.meanwhile = [this] {
     if (post_->pending()) post_->advance();
   };
 }
 
 std::shared_ptr<Engine> Engine::open(std::unique_ptr<Group> group) {
+  if (!group) return nullptr;
   // Two counts: the inner one, shared with the threads, keeps the engine in memory; the outer one is the users'.
   std::shared_ptr<Engine> inner(new Engine(std::move(group)));
   return std::shared_ptr<Engine>(inner.get(), [inner](Engine* engine) mutable {
@@ -52,13 +56,12 @@ Engine::~Engine() {
 }
 
 Code Engine::run(Call& call) {
-  Group& g = *group_;
-  if (queued_.load(std::memory_order_acquire) == 0 && g.run_mutex.try_lock()) {
-    Code code = g.run(call);
-    g.run_mutex.unlock();
+  if (queued_.load(std::memory_order_acquire) == 0 && run_mutex_.try_lock()) {
+    Code code = collectives_.run(call);
+    run_mutex_.unlock();
     return code;
   }
-  if (Failure cause; !g.usable(cause)) {
+  if (Failure cause; !group_->usable(cause)) {
     call.failure = cause;
     return cause.code;
   }
@@ -222,18 +225,18 @@ void Engine::when_done(Ticket& ticket, std::function<void()> callback) {
 }
 
 bool Engine::run_head(bool may_interrupt, const Ticket* awaited) {
-  if (!group_->run_mutex.try_lock()) return false;
+  if (!run_mutex_.try_lock()) return false;
   std::shared_ptr<Ticket> head;
   {
     std::lock_guard lock(queue_mutex_);
     if (!queue_.empty() && !(awaited && awaited->done.load(std::memory_order_relaxed))) head = queue_.front();
   }
   if (!head) {
-    group_->run_mutex.unlock();
+    run_mutex_.unlock();
     return false;
   }
   head->call.may_interrupt = may_interrupt;
-  Code code = group_->run(head->call);
+  Code code = collectives_.run(head->call);
   {
     // Done before the next call can begin: whoever has seen a later call end sees this one ended.
     std::lock_guard lock(queue_mutex_);
@@ -241,7 +244,7 @@ bool Engine::run_head(bool may_interrupt, const Ticket* awaited) {
     queued_.store(queue_.size(), std::memory_order_release);
     mark_done(*head, code);
   }
-  group_->run_mutex.unlock();
+  run_mutex_.unlock();
   announce(*head);
   return true;
 }
@@ -382,7 +385,7 @@ void Engine::tend_messages() {
     });
   };
   int64_t until = now_ns() + 10'000'000;
-  Code code = group_->await_until(
+  Code code = waiter_.await_until(
       watcher,
       [&] {
         // Whoever waits for a message moves it; this thread is for those nobody waits for, and keeps out of the way.
@@ -393,7 +396,7 @@ void Engine::tend_messages() {
                            [](const auto& t) { return t->message->finished.load(std::memory_order_acquire); });
       },
       owes);
-  if (code == Code::ok && now_ns() > until) code = group_->health(watcher, owes);
+  if (code == Code::ok && now_ns() > until) code = waiter_.health(watcher, owes);
   if (code != Code::ok) post_->fail_all(watcher.failure);
   end_messages();
 }

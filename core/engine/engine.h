@@ -1,7 +1,7 @@
 // Puts the calls of one group in order: synchronous ones run in the caller's thread, asynchronous ones in a progress
 // thread that starts with the first of them, and whoever waits for a ticket may run what stands before it.
 //
-// One total order per group: the queue. `run_mutex` of the group is held by whoever executes its head. Messages
+// One total order per group: the queue. `run_mutex_` is held by whoever executes its head. Messages
 // (post.h) stand outside of that order. Tickets are finished with no lock held, so a callback may call again, and may
 // wait for what it called by any means: while the progress thread is in a callback, another one takes its post.
 // A callback may also drop the last reference to the group, or run for ever: every thread holds the engine for as long
@@ -13,7 +13,7 @@
 #include <deque>
 #include <thread>
 
-#include "group/group.h"
+#include "verbs/collectives.h"
 #include "verbs/post.h"
 
 namespace unisono {
@@ -30,11 +30,13 @@ struct Ticket {
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  // The engine closes when its last user lets go of the result. In a forked child nothing of it is touched.
+  // The engine closes when its last user lets go of the result. In a forked child nothing of it is touched. Without a
+  // group there is no engine.
   static std::shared_ptr<Engine> open(std::unique_ptr<Group> group);
   ~Engine();
 
   Group& group() { return *group_; }
+  uint64_t staged_bytes() const { return collectives_.staged_bytes(); }
 
   Code run(Call& call);                                    // a collective, now
   Code run(Call& call, std::shared_ptr<Message> message);  // a message, now
@@ -60,7 +62,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool progress_once();  // false: nothing is left to do and the group is closed
   void tend_messages();  // moves them on for some milliseconds, and sees to their deadlines and peers
   void progress();
-  // False: nothing to run now. Takes run_mutex if it is free, and gives it back before on_done. With `awaited`: only
+  // False: nothing to run now. Takes run_mutex_ if it is free, and gives it back before on_done. With `awaited`: only
   // what stands before that ticket, and the ticket itself; who waits for one call must not get into a later one.
   bool run_head(bool may_interrupt, const Ticket* awaited = nullptr);
   void finish(Ticket& ticket, Code code);
@@ -74,7 +76,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void await_threads();
 
   std::unique_ptr<Group> group_;
+  Waiter waiter_;
+  Collectives collectives_;
   std::unique_ptr<Post> post_;
+  std::mutex run_mutex_;
   std::mutex queue_mutex_;
   std::condition_variable changed_;  // a ticket is done
   std::condition_variable work_;     // there is something in queue_ or messages_, or stop_ changed

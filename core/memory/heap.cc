@@ -263,7 +263,7 @@ std::map<size_t, size_t>::iterator Heap::find_live(const void* p) {
 }
 
 void Heap::release(void* p) {
-  if (generation_ != fork_generation()) return;
+  if (is_of_parent()) return;
   std::lock_guard lock(mutex_);
   auto found = find_live(p);
   if (found == live_.end()) return;
@@ -348,7 +348,7 @@ std::byte* Heap::take_line(Failure& failure) {
 }
 
 void Heap::give_line(std::byte* line) {
-  if (generation_ != fork_generation()) return;
+  if (is_of_parent()) return;
   std::lock_guard lock(mutex_);
   lines_.push_back(line);
 }

@@ -57,6 +57,7 @@ class Heap {
   const Token& token() const { return token_; }
   int fd() const { return mapping_->fd(); }  // -1 in a forked child
   bool holds(const void* p) const { return mapping_->holds(p); }
+  bool is_of_parent() const { return generation_ != fork_generation(); }  // this process is a forked child
   std::shared_ptr<Mapping> mapping() const { return mapping_; }
 
   struct Usage {

@@ -22,7 +22,7 @@ class Door {
   Door() {
     Failure failure;
     heap_ = process_heap(failure);
-    if (heap_) door_ = Doorway::open(failure);
+    if (heap_) door_ = Listener::open(failure);
     if (!door_) raise(failure, "", -1);
   }
   const std::string& name() const { return door_->name(); }
@@ -40,7 +40,7 @@ class Door {
     std::shared_ptr<Engine> engine;
     {
       nb::gil_scoped_release release;
-      engine = door_->join(heap_, facts, token, names, nanoseconds(limit_s.value_or(timeout_s)), failure);
+      engine = Engine::open(door_->join(heap_, facts, token, names, nanoseconds(limit_s.value_or(timeout_s)), failure));
     }
     if (!engine) raise(failure, group, rank);
     return std::make_unique<Communicator>(std::move(engine));
@@ -48,7 +48,7 @@ class Door {
 
  private:
   std::shared_ptr<Heap> heap_;
-  std::unique_ptr<Doorway> door_;
+  std::unique_ptr<Listener> door_;
 };
 
 nb::object empty(const std::vector<int64_t>& shape, int code, int bits) {

@@ -249,7 +249,7 @@ class Communicator {
     cause.seq = group().seq();
     group().abort(cause);
   }
-  uint64_t staged_bytes() { return group().staged_bytes(); }
+  uint64_t staged_bytes() { return engine_->staged_bytes(); }
   uint64_t calls() { return group().seq(); }
   bool crowded() { return group().facts().crowded; }
   uint64_t id() { return group().facts().id; }
@@ -265,17 +265,17 @@ class Communicator {
     Failure failure;
     if (!group().usable(failure)) raise(failure, name(), rank_);
     sweep_retired();
-    std::byte* block = Group::make_block(group().heap(), size, failure);
+    std::byte* block = unisono::make_block(group().heap(), size, failure).release();
     if (!block) raise(failure, name(), rank_);
     return static_cast<uint64_t>(block - group().heap().base());
   }
   // Takes such a block back. If peers may have heard of it, `reason` tells them that this rank will not come, and the
   // memory goes with this group's.
   void drop_block(uint64_t offset, int rank, nb::handle reason) {
-    std::byte* block = group().heap().base() + offset;
-    if (reason.is_none()) return Group::drop_block(group().heap(), block);
-    Group::refuse_block(block, rank, nb::cast<std::string>(reason));
-    group().drop_block_later(block);
+    BlockMemory block(group().heap().base() + offset, BlockRelease{&group().heap()});
+    if (reason.is_none()) return;
+    refuse_block(block.get(), rank, nb::cast<std::string>(reason));
+    group().keep(std::move(block));
   }
   std::unique_ptr<Communicator> split(const std::vector<int>& members, const std::vector<size_t>& blocks, int rank,
                                       const std::string& child, uint64_t id, double timeout_s) {
@@ -287,7 +287,7 @@ class Communicator {
                      nanoseconds(timeout_s),
                      group().facts().crowded,
                      group().facts().cache_bytes};
-    auto engine = unisono::split(group(), members, blocks, facts, failure);
+    auto engine = Engine::open(unisono::split(group(), members, blocks, facts, failure));
     if (!engine) raise(failure, name(), rank_);
     return std::make_unique<Communicator>(std::move(engine));
   }

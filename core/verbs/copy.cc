@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "group/wait.h"
 #include "verbs/mover.h"
 
 namespace unisono {
@@ -230,10 +229,10 @@ bool Mover::keeps_own_while_staging(const std::vector<size_t>& staged) const {
 // filling and taking overlap. Flags count pieces: `staged` says filled, `copied` says taken by this rank.
 Code Mover::copy_staged(const std::vector<size_t>& staged) {
   const bool same_for_all = c_.verb == Verb::broadcast || c_.verb == Verb::all_gather || c_.verb == Verb::gather;
-  const uint64_t base = g_.pieces_;
+  const uint64_t base = staging_.pieces;
   size_t total = 0;
   for (size_t n : staged) total += n;
-  g_.ask_gauge(c_, total);
+  staging_.ask_gauge(c_, total);
   if (!find_stages(*std::max_element(staged.begin(), staged.end())))
     return g_.break_with(c_, Code::system, "a rank published an impossible stage", {});
   const size_t piece = piece_;
@@ -260,7 +259,7 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
       size_t lo = step * piece, hi = std::min(mine, lo + piece);
       if (lo < hi) {
         if (step >= 2 * depth_)
-          if (Code code = g_.await(c_, Phase::copied, base + step - 2 * depth_ + 1); code != Code::ok) return code;
+          if (Code code = waiter_.await(c_, Phase::copied, base + step - 2 * depth_ + 1); code != Code::ok) return code;
         std::byte* slot = ring(me_, step);
         int64_t began = now_ns();
         for (int to = 0; to < size_; to++) {
@@ -279,10 +278,10 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
           if (same_for_all) break;
         }
         c_.worked_ns += now_ns() - began;
-        g_.staged_bytes_.fetch_add(hi - lo, std::memory_order_relaxed);
+        staging_.bytes.fetch_add(hi - lo, std::memory_order_relaxed);
         since_ += hi - lo;
       }
-      g_.publish(g_.mine_.flag(Phase::staged), base + step + 1);
+      g_.publish(g_.mine().flag(Phase::staged), base + step + 1);
     }
     if (step == 0) continue;
     uint64_t p = step - 1;
@@ -293,9 +292,7 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
       size_t lo = p * piece;
       size_t a = std::max(lo, begin), b = std::min(lo + piece, end);
       if (a >= b) continue;
-      Flag& filled = g_.flag_of(from, Phase::staged, base + p + 1);
-      if (filled.load(std::memory_order_acquire) < base + p + 1)
-        if (Code code = g_.await_slow(c_, Phase::staged, base + p + 1, from, nullptr); code != Code::ok) return code;
+      if (Code code = waiter_.await_rank(c_, Phase::staged, base + p + 1, from); code != Code::ok) return code;
       std::byte* target = segment_target(from, me_) + (a - begin);
       const std::byte* source = ring(from, p) + (a - lo);
       int64_t began = now_ns();
@@ -303,7 +300,7 @@ Code Mover::copy_staged(const std::vector<size_t>& staged) {
       c_.worked_ns += now_ns() - began;
       since_ += b - a;
     }
-    g_.publish(g_.mine_.flag(Phase::copied), base + p + 1);
+    g_.publish(g_.mine().flag(Phase::copied), base + p + 1);
     if (Code code = look(0); code != Code::ok) return code;
   }
   end_stages(pieces);

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "group/wait.h"
 #include "kernels/reduce.h"
 
 namespace unisono {
@@ -16,14 +15,12 @@ constexpr size_t kSweepFrom = 8;            // buffers that wait for their recei
 
 }  // namespace
 
-Arena::~Arena() {
-  if (base_) g_.release_later(base_);
-}
-
 std::byte* Arena::take(size_t bytes, Failure& failure) {
   if (!base_) {
     Failure none;
-    base_ = static_cast<std::byte*>(heap_.allocate(kRingBytes, none));
+    HeapMemory memory = take_memory(heap_, kRingBytes, none);
+    base_ = memory.get();
+    if (base_) g_.keep(std::move(memory));
   }
   while (!ranges_.empty() && !ranges_.front().used) ranges_.pop_front();
   const size_t size = (bytes + 4095) / 4096 * 4096;
@@ -45,11 +42,12 @@ void Arena::give(std::byte* at) {
 }
 
 void Arena::leave(std::byte* at) {
-  if (!owns(at)) g_.release_later(at);
+  if (!owns(at)) g_.keep(HeapMemory(at, HeapRelease{&heap_}));
 }
 
-Post::Post(Group& group)
+Post::Post(Group& group, Waiter& waiter)
     : g_(group),
+      waiter_(waiter),
       arena_(group),
       next_out_(static_cast<size_t>(group.size())),
       next_in_(static_cast<size_t>(group.size())),
@@ -431,7 +429,7 @@ void Post::fail_all(const Failure& failure) {
 
 Code Post::wait(const std::shared_ptr<Message>& message, Call& call) {
   Message& m = *message;
-  Code code = g_.await_until(
+  Code code = waiter_.await_until(
       call,
       [&] {
         if (m.finished.load(std::memory_order_acquire)) return true;

@@ -13,7 +13,7 @@
 #include <memory>
 #include <mutex>
 
-#include "group/group.h"
+#include "group/wait.h"
 
 namespace unisono {
 
@@ -46,12 +46,11 @@ struct Message {
 class Arena {
  public:
   explicit Arena(Group& group) : g_(group), heap_(group.heap()) {}
-  ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
   std::byte* take(size_t bytes, Failure& failure);  // from the heap where the ring has no room; null: none there either
   void give(std::byte* at);
-  void leave(std::byte* at);  // as give, but somebody may still read it
+  void leave(std::byte* at);  // as give, but somebody may still read it: it stays as long as the group
 
  private:
   struct Range {
@@ -61,14 +60,14 @@ class Arena {
   bool owns(const std::byte* at) const { return base_ && at >= base_ && at < base_ + kRingBytes; }
   Group& g_;
   Heap& heap_;
-  std::byte* base_ = nullptr;
+  std::byte* base_ = nullptr;  // kept by the group
   size_t next_ = 0;
   std::deque<Range> ranges_;  // in the order in which they were taken
 };
 
 class Post {
  public:
-  explicit Post(Group& group);
+  Post(Group& group, Waiter& waiter);
   ~Post();
 
   void add(std::shared_ptr<Message> message);
@@ -107,6 +106,7 @@ class Post {
   void count();
 
   Group& g_;
+  Waiter& waiter_;
   Arena arena_;
   std::mutex mutex_;
   std::list<std::shared_ptr<Message>> sends_, receives_;

@@ -13,7 +13,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "group/wait.h"
 #include "verbs/mover.h"
 
 namespace unisono {
@@ -92,12 +91,12 @@ Code Mover::reduce_shared() {
   const bool any_in = std::count(in_hidden.begin(), in_hidden.end(), 1) > 0;
   const bool any_out = std::count(out_hidden.begin(), out_hidden.end(), 1) > 0;
   const bool staged = any_in || any_out;
-  if (staged) g_.ask_gauge(c_, bytes(total));
+  if (staged) staging_.ask_gauge(c_, bytes(total));
   if (!find_stages(bytes(total), spans.size() * 8 * 64))
     return g_.break_with(c_, Code::system, "a rank published an impossible stage", {});
   const size_t room = piece_ / element_ - spans.size() * 2 * grain;
   const uint64_t pieces = staged ? (total + room - 1) / room : 1;
-  const uint64_t base = g_.pieces_;
+  const uint64_t base = staging_.pieces;
   const bool in_place = c_.in && c_.in == c_.out;
   const bool stream = !in_place && bytes(total) * (ranks + 1) >= g_.facts().cache_bytes / 4 * 3;
   std::vector<double> factors(ranks);
@@ -136,7 +135,7 @@ Code Mover::reduce_shared() {
       const std::byte* from = in[s * ranks + self] + bytes(element);
       c_.past_caches ? copy_stream(into + bytes(at), from, bytes(count))
                      : copy_bytes(into + bytes(at), from, bytes(count));
-      g_.staged_bytes_.fetch_add(bytes(count), std::memory_order_relaxed);
+      staging_.bytes.fetch_add(bytes(count), std::memory_order_relaxed);
     };
     each(p, 0, share(n, self), put);
     each(p, share(n, self + 1), n, put);
@@ -190,7 +189,7 @@ Code Mover::reduce_shared() {
   }
   Group& g = g_;
   auto wait = [&](Phase phase, uint64_t p, const std::vector<uint8_t>& who) {
-    if (code == Code::ok) code = g.await(c_, phase, base + p + 1, who.data());
+    if (code == Code::ok) code = waiter_.await(c_, phase, base + p + 1, who.data());
   };
   auto timed = [&](auto work, uint64_t p) {
     int64_t began = now_ns();
@@ -203,7 +202,7 @@ Code Mover::reduce_shared() {
       if (step >= depth_ && in_hidden[self]) wait(Phase::reduced, step - depth_, everyone);
       if (code != Code::ok) break;
       timed(copy_in, step);
-      g.publish(g.mine_.flag(Phase::staged), base + step + 1);
+      g.publish(g.mine().flag(Phase::staged), base + step + 1);
     }
     if (step >= 1 && step - 1 < pieces) {
       uint64_t p = step - 1;
@@ -212,7 +211,7 @@ Code Mover::reduce_shared() {
       if (code != Code::ok) break;
       timed(reduce_piece, p);
       if (code != Code::ok) break;
-      g.publish(g.mine_.flag(Phase::reduced), base + p + 1);
+      g.publish(g.mine().flag(Phase::reduced), base + p + 1);
     }
     if (step >= 2) {
       uint64_t p = step - 2;
@@ -221,7 +220,7 @@ Code Mover::reduce_shared() {
         if (code != Code::ok) break;
         timed(copy_out, p);
       }
-      g.publish(g.mine_.flag(Phase::copied), base + p + 1);
+      g.publish(g.mine().flag(Phase::copied), base + p + 1);
     }
   }
   if (code != Code::ok) return code;

@@ -164,7 +164,7 @@ std::vector<std::shared_ptr<Engine>> make_engines(int size, bool crowded) {
   for (int r = 0; r < size; r++) {
     heaps.push_back(Heap::create(failure));
     if (!heaps.back()) std::fprintf(stderr, "%s\n", failure.text.c_str()), std::exit(1);
-    blocks.push_back(Group::make_block(*heaps.back(), size, failure));
+    blocks.push_back(make_block(*heaps.back(), size, failure).release());
   }
   std::vector<std::shared_ptr<Engine>> engines;
   for (int r = 0; r < size; r++) {

@@ -35,7 +35,7 @@ std::vector<std::shared_ptr<Engine>> make_engines(int size, bool crowded, int64_
   for (Rank& r : ranks) {
     r.heap = Heap::create(failure);
     if (!r.heap) std::fprintf(stderr, "%s\n", failure.text.c_str()), std::exit(1);
-    r.block = Group::make_block(*r.heap, size, failure);
+    r.block = make_block(*r.heap, size, failure).release();
   }
   std::vector<std::shared_ptr<Engine>> engines;
   for (int r = 0; r < size; r++) {

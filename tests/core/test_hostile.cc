@@ -22,7 +22,7 @@ std::shared_ptr<Engine> join(World& world) {
   Failure failure;
   std::vector<Peer> peers;
   for (int r = 0; r < 2; r++) {
-    world.blocks[r] = Group::make_block(*world.heaps[r], 2, failure);
+    world.blocks[r] = make_block(*world.heaps[r], 2, failure).release();
     if (!world.blocks[r]) std::printf("%s\n", failure.text.c_str()), std::exit(1);
     peers.push_back({world.heaps[r]->base(), world.heaps[r]->capacity(), world.heaps[r]->mapping(),
                      Block(world.blocks[r], 2), nullptr, 0});
@@ -122,7 +122,7 @@ void test_collectives() {
     enemy.join();
     for (size_t i = 0; i < 64; i++)
       if (out[2 * count * 4 + i] != std::byte{7}) std::printf("written past the end\n"), std::exit(1);
-    Group::drop_block(*world.heaps[1], world.blocks[1]);
+    BlockRelease{world.heaps[1].get()}(world.blocks[1]);
     engine.reset();
     world.heaps[0]->release(in);
     world.heaps[0]->release(out);
@@ -174,7 +174,7 @@ void test_letters() {
     enemy.join();
     for (size_t i = bytes; i < data.size(); i++)
       if (data[i] != std::byte{7}) std::printf("written past the end\n"), std::exit(1);
-    Group::drop_block(*world.heaps[1], world.blocks[1]);
+    BlockRelease{world.heaps[1].get()}(world.blocks[1]);
   }
 }
 
