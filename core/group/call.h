@@ -16,7 +16,7 @@ struct Part {
 };
 
 // What matmul_reduce does beyond a reduction; see verbs/fused.cc.
-struct Finish {
+struct Epilogue {
   DType out = DType::f32;
   double scale = 1;
   bool has_residual = false;            // the same on all ranks; where a rank gets nothing it is null
@@ -41,7 +41,7 @@ struct Call {
   std::byte* out = nullptr;  // single-part output
   const Part* in_parts = nullptr;
   const Part* out_parts = nullptr;
-  const Finish* finish = nullptr;         // matmul_reduce only
+  const Epilogue* epilogue = nullptr;     // matmul_reduce only
   int64_t timeout_ns = 0;                 // 0: the group's
   bool may_interrupt = false;             // called from Python: look at its signals while waiting
   std::function<std::string()> describe;  // words for a mismatch; called without locks held

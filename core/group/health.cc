@@ -3,7 +3,7 @@
 // Steps of a look: a peer that gave the group up comes first, since it knows the cause; then peers that died or left
 // while they owed something; then the deadline; then Python's signals. Every one of them breaks the group here, so that
 // all ranks learn it. Memory order: an abort line's code is loaded with acquire (see AbortLine), and a peer is asked
-// whether it owes something before and after its state was looked at, since it may finish and leave in between.
+// whether it owes something before and after its state was looked at, since it may do its part and leave in between.
 #include <unistd.h>
 
 #include <algorithm>

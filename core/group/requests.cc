@@ -62,7 +62,7 @@ Requests::Input Requests::describe(const Call& call) {
   if (call.verb == Verb::all_gather) d.count = hash_counts(call.out_parts, g_.size());
   if (call.verb == Verb::reduce_scatter) d.count = hash_counts(call.in_parts, g_.size());
   if (call.op == RedOp::premul_sum) d.factor = call.factor;
-  if (call.finish) d.counts_hash = call.finish->hash;
+  if (call.epilogue) d.counts_hash = call.epilogue->hash;
   const size_t bytes = input_bytes(call);
   std::byte* holder = place_input(call, d, bytes);
   place_output(call, d);
@@ -122,12 +122,12 @@ std::byte* Requests::take_ring(Request& d, size_t bytes) {
 }
 
 void Requests::place_output(const Call& call, Request& d) const {
-  const size_t bytes = call.finish ? call.finish->out_bytes() : call.count * dtype_bytes(call.dtype);
+  const size_t bytes = call.epilogue ? call.epilogue->out_bytes() : call.count * dtype_bytes(call.dtype);
   d.out = {};
   if (!call.out_parts && call.out && call.verb != Verb::barrier &&
-      (d.input == Holder::place || counts_differ(call.verb) || call.finish || call.verb == Verb::broadcast))
+      (d.input == Holder::place || counts_differ(call.verb) || call.epilogue || call.verb == Verb::broadcast))
     d.out = g_.locate(call.out, bytes);
-  if (call.finish) d.residual = g_.locate(call.finish->residual, bytes);
+  if (call.epilogue) d.residual = g_.locate(call.epilogue->residual, bytes);
 }
 
 bool Requests::needs_table(const Call& call, const Request& d) const {
@@ -174,7 +174,7 @@ Requests::Exposed Requests::exposed(const Call& call) const {
     if (place.rank() == g_.rank()) found.own.emplace_back(g_.peer(g_.rank()).heap_base + place.offset(), bytes);
   };
   const size_t element = dtype_bytes(call.dtype);
-  add(mine().out, call.finish ? call.finish->out_bytes() : call.count * element);
+  add(mine().out, call.epilogue ? call.epilogue->out_bytes() : call.count * element);
   for (int r = 0; mine().has_table && r < g_.size(); r++)
     add(entry(g_.rank(), r).out, entry(g_.rank(), r).out_count * element);
   return found;

@@ -13,7 +13,7 @@
 
 #include "group/join.h"
 #include "group/retire.h"
-#include "kernels/finish.h"
+#include "kernels/epilogue.h"
 #include "python/arguments.h"
 #include "python/pending.h"
 #include "python/tensors.h"
@@ -177,7 +177,7 @@ class Communicator {
                            std::optional<std::vector<size_t>> counts, uint64_t hash, nb::handle words,
                            double timeout_s) {
     View in = view_tensor(products, "products"), out = view_tensor(output, "output");
-    Finish finish;
+    Epilogue finish;
     finish.out = out.dtype;
     finish.scale = scale;
     finish.out_count = out.count;
@@ -200,7 +200,7 @@ class Communicator {
     if (wanted != out.count || (finish.has_residual && (extra.count != out.count || extra.dtype != out.dtype)))
       throw nb::value_error(
           "arguments 'output' and 'residual' must be of one dtype and have the elements this rank gets");
-    if (!finishing_exists(in.dtype, out.dtype, static_cast<RedOp>(op)))
+    if (!epilogue_exists(in.dtype, out.dtype, static_cast<RedOp>(op)))
       throw nb::type_error("argument 'output' has no such reduction of 'products'");
     auto hidden = [&](const std::byte* data, size_t n) {
       return n && (!group().heap().holds(data) || group().heap().is_detached(data, n));
@@ -215,7 +215,7 @@ class Communicator {
     call.count = in.count;
     call.in = in.data;
     call.out = out.data;
-    call.finish = &finish;
+    call.epilogue = &finish;
     call.timeout_ns = call_timeout_ns(timeout_s);
     call.may_interrupt = true;
     call.describe = [&] {

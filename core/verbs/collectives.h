@@ -5,7 +5,7 @@
 //   4. check      copy them; all agree, or every rank returns `mismatch` and nothing has moved
 //   5. move       copy (copy.cc), reduce (reduce.cc) or both with an epilogue (fused.cc); all decisions come from
 //                 descriptors, so that every rank takes the same path
-//   6. leave      if peers read or wrote user memory directly: await that all have finished
+//   6. leave      if peers read or wrote user memory directly: await that all have done so
 //   7. withdraw   of a call that failed: nobody writes into this rank's tensors any more when its caller gets the error
 // One call runs at a time in a group; engine.h puts calls in order.
 #pragma once

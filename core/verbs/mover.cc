@@ -89,7 +89,7 @@ Code Mover::run() {
       code = buffered ? reduce_buffered() : reduce_shared();
       break;
     case Verb::matmul_reduce:
-      code = buffered ? finish_buffered() : finish_shared();
+      code = buffered ? fused_buffered() : fused_shared();
       break;
     default:
       code = buffered ? copy_buffered() : copy_shared();
@@ -102,7 +102,7 @@ Code Mover::run() {
 
 Code Mover::run_alone() {
   if (c_.verb == Verb::barrier) return Code::ok;
-  if (c_.verb == Verb::matmul_reduce) return finish_alone();
+  if (c_.verb == Verb::matmul_reduce) return fused_alone();
   const std::byte* from = input(0, 0, c_.count);
   std::byte* to = output(0, 0, c_.count);
   size_t count = c_.in_parts ? c_.in_parts[0].count : c_.count;

@@ -49,9 +49,19 @@ class Mover {
   // copy.cc: broadcast, all_gather, gather, scatter, all_to_all
   Code copy_buffered();
   Code copy_shared();
-  Code copy_to_all(bool& done);
+  bool all_see_all(size_t& total) const;
+  Code copy_to_all(size_t total);
+  Code copy_range_to_all(int from, size_t begin, size_t end);
+  struct CopyPlan;
+  class StagedCopy;
+  CopyPlan plan_copies() const;
+  void deal_out(CopyPlan& plan) const;
+  Code copy_own(const CopyPlan& plan);
+  Code copy_dealt(const CopyPlan& plan);
+  bool is_same_for_all() const {
+    return c_.verb == Verb::broadcast || c_.verb == Verb::all_gather || c_.verb == Verb::gather;
+  }
   bool keeps_own_while_staging(const std::vector<size_t>& staged) const;
-  Code copy_staged(const std::vector<size_t>& staged);
   Place source_place(int from, int to) const;
   Place target_place(int from, int to) const;
   size_t segment(int from, int to) const;                   // elements that go from one rank to another
@@ -61,15 +71,16 @@ class Mover {
 
   // reduce.cc: all_reduce, reduce, reduce_scatter
   struct Span;
+  class SharedReduction;
   Code reduce_buffered();
   Code reduce_shared();
 
   // fused.cc: matmul_reduce
   struct Share;
   std::vector<Share> spans() const;
-  Code finish_alone();
-  Code finish_buffered();
-  Code finish_shared();
+  Code fused_alone();
+  Code fused_buffered();
+  Code fused_shared();
 
   Group& g_;
   Waiter& waiter_;
