@@ -5,8 +5,8 @@
 // outside of that order. Tickets are completed with no lock held, so a callback may call again, and may wait for what
 // it called by any means: while the progress thread is in a callback, another one takes its role (progress.cc). A
 // callback may also drop the last reference to the group, or run for ever: every thread holds the engine for as long as
-// it works in it, and closing waits for threads only so long. Memory order: state is guarded by queue_mutex_; the two
-// atomics that are read without it say below what they publish.
+// it works in it, and closing waits for threads only so long.
+// Memory order: state is guarded by queue_mutex_; the two atomics that are read without it say below what they publish.
 #pragma once
 
 #include <atomic>

@@ -54,7 +54,8 @@ void Requests::copy_requests(const Call& call) {
     Request& d = requests_[static_cast<size_t>(r)];
     const Block& block = g_.peer(r).block;
     const bool is_own = r == g_.rank();  // what this rank said itself is here already
-    if (!is_own) copy_once(&d.counts_hash, &block.descriptor(call.seq).said.counts_hash, sizeof d - kSmallRequestBytes);
+    if (!is_own)
+      copy_once(&d.epilogue_hash, &block.descriptor(call.seq).said.epilogue_hash, sizeof d - kSmallRequestBytes);
     if (!d.has_table)
       std::fill_n(table(r), ranks, TableEntry{});
     else if (!is_own)
@@ -64,7 +65,7 @@ void Requests::copy_requests(const Call& call) {
 }
 
 bool Requests::agree(const Request& a, const Request& b) const {
-  return key_of(a) == key_of(b) && (a.verb != Verb::matmul_reduce || a.counts_hash == b.counts_hash) &&
+  return key_of(a) == key_of(b) && (a.verb != Verb::matmul_reduce || a.epilogue_hash == b.epilogue_hash) &&
          (counts_differ(a.verb) || a.count == b.count);
 }
 
@@ -102,7 +103,7 @@ Code Requests::compare_requests(Call& call) {
     if (d.dtype != own.dtype) return disagree(call, "dtype", odd_ones());
     if (d.op != own.op) return disagree(call, "the reduce operation", odd_ones());
     if (d.root != own.root) return disagree(call, "the root", odd_ones());
-    if (call.verb == Verb::matmul_reduce && d.counts_hash != own.counts_hash)
+    if (call.verb == Verb::matmul_reduce && d.epilogue_hash != own.epilogue_hash)
       return disagree(call, "the shapes or options", odd_ones());
     const bool hashed = call.verb == Verb::all_gather || call.verb == Verb::reduce_scatter;
     return disagree(call, hashed ? "the counts" : "the number of elements", odd_ones());

@@ -63,10 +63,12 @@ struct Request {
   uint8_t has_table;
   uint8_t has_ring;
   int16_t root;
-  uint64_t count;  // elements: of the whole for all_reduce, reduce, broadcast; of this rank's part otherwise
+  // Elements: of the whole for all_reduce, reduce, broadcast; a hash of all counts for all_gather and reduce_scatter;
+  // of this rank's part otherwise.
+  uint64_t count;
   std::byte payload[kInlineBytes];
   // Second 64 bytes.
-  uint64_t counts_hash;
+  uint64_t epilogue_hash;  // matmul_reduce: of what must be equal on all ranks and has no field
   Place in, out;
   double factor;
   Place residual;
@@ -74,7 +76,7 @@ struct Request {
   uint64_t few_pieces;  // 1: waiting is expensive where this rank runs
 };
 constexpr size_t kSmallRequestBytes = 56;
-static_assert(std::is_trivially_copyable_v<Request> && offsetof(Request, counts_hash) == kSmallRequestBytes &&
+static_assert(std::is_trivially_copyable_v<Request> && offsetof(Request, epilogue_hash) == kSmallRequestBytes &&
               sizeof(Request) == kSmallRequestBytes + 7 * sizeof(uint64_t));  // no padding: parts are compared as bytes
 
 struct alignas(kLineBytes) Descriptor {

@@ -50,8 +50,7 @@ Hello hello_of(const Heap& heap, const std::byte* block, int rank, int size, con
   hello.block = static_cast<uint64_t>(block - heap.base());
   hello.rank = rank;
   hello.size = size;
-  hello.pid = getpid();
-  hello.isa = static_cast<uint32_t>(current_isa());
+  hello.isa = static_cast<uint64_t>(current_isa());
   hello.cache_bytes = last_cache_bytes();
   hello.quota = cgroup_quota();
   read_affinity(hello.affinity);

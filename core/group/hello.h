@@ -24,15 +24,14 @@ struct Hello {
   uint64_t block;  // offset in the heap
   int32_t rank;
   int32_t size;
-  int32_t pid;
-  uint32_t isa;
+  uint64_t isa;
   uint64_t cache_bytes;
   double quota;           // processors the cgroup allows; infinity without a limit
   uint8_t affinity[128];  // one bit per processor this rank may run on
 };
 // Sent as bytes, so there is no padding whose old contents would go out.
 static_assert(std::is_trivially_copyable_v<Hello> &&
-              sizeof(Hello) == 8 * sizeof(uint64_t) + 4 * sizeof(int32_t) + sizeof(uint64_t) + sizeof(double) + 128);
+              sizeof(Hello) == 10 * sizeof(uint64_t) + 2 * sizeof(int32_t) + sizeof(double) + sizeof(Hello::affinity));
 
 // What this process says of itself, for a block of its heap.
 Hello hello_of(const Heap& heap, const std::byte* block, int rank, int size, const Token& nonce);

@@ -75,7 +75,7 @@ class Joining {
       Hello unread;
       Fd memory;
       receive_hello(c.socket.get(), unread, memory);  // a link must be silent
-      peers_[static_cast<size_t>(c.rank)].link = std::make_shared<Link>(std::move(c.socket), c.pid);
+      peers_[static_cast<size_t>(c.rank)].link = std::make_shared<Link>(std::move(c.socket));
     }
     const Peer self = peers_[static_cast<size_t>(facts_.rank)];
     for (Peer& peer : peers_)
@@ -208,7 +208,7 @@ class Joining {
     if (!known)
       return c.rank < 0 ||
              failed(Code::peer_lost, rank_words(c.rank) + " closed the connection while joining", {c.rank});
-    auto link = std::make_shared<Link>(std::move(socket), c.pid);
+    auto link = std::make_shared<Link>(std::move(socket));
     const Block block(mapping->base() + hello.block, facts_.size);
     hellos_[static_cast<size_t>(hello.rank)] = hello;
     peers_[static_cast<size_t>(hello.rank)] = {mapping->base(), mapping->capacity(), mapping, block, link, c.pid};
@@ -222,8 +222,7 @@ class Joining {
       const Peer& peer = peers_[static_cast<size_t>(r)];
       if (!peer.link) continue;
       const AbortLine& line = peer.block.abort();
-      if (line.code.load(std::memory_order_acquire))  // pairs with Group::abort's release
-        return failed(Code::aborted, text_in(line.text), {r});
+      if (line.code.load(std::memory_order_acquire)) return failed(Code::aborted, text_in(line.text), {r});
       if (state_of(peer, member_of(peer)) == PeerState::died)
         return failed(Code::peer_lost,
                       rank_words(r) + " (pid " + std::to_string(peer.pid) + ") died while others were joining", {r});

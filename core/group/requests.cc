@@ -62,7 +62,7 @@ Requests::Input Requests::describe(const Call& call) {
   if (call.verb == Verb::all_gather) d.count = hash_counts(call.out_parts, g_.size());
   if (call.verb == Verb::reduce_scatter) d.count = hash_counts(call.in_parts, g_.size());
   if (call.op == RedOp::premul_sum) d.factor = call.factor;
-  if (call.epilogue) d.counts_hash = call.epilogue->hash;
+  if (call.epilogue) d.epilogue_hash = call.epilogue->hash;
   const size_t bytes = input_bytes(call);
   std::byte* holder = place_input(call, d, bytes);
   place_output(call, d);

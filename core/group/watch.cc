@@ -24,7 +24,7 @@ ForkMutex registry_mutex(ForkOrder::links, [] {
 
 }  // namespace
 
-Link::Link(Fd socket, pid_t pid) : socket_(std::move(socket)), pid_(pid) {
+Link::Link(Fd socket) : socket_(std::move(socket)) {
   std::lock_guard lock(registry_mutex);
   registry.push_back(this);
 }

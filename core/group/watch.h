@@ -16,19 +16,17 @@ namespace unisono {
 
 class Link {
  public:
-  Link(Fd socket, pid_t pid);
+  explicit Link(Fd socket);
   ~Link();
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
 
   bool hung_up();  // looks without waiting
   void close_in_child();
-  pid_t pid() const { return pid_; }
 
  private:
   std::mutex mutex_;
   Fd socket_;  // none in a forked child
-  pid_t pid_;
   bool hung_up_ = false;
 };
 

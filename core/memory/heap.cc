@@ -33,7 +33,8 @@ ForkMutex heaps_mutex(ForkOrder::heaps, Heap::after_fork_in_child, Heap::before_
 std::shared_ptr<Heap>& own_heap = *new std::shared_ptr<Heap>;
 ForkMutex own_heap_mutex(ForkOrder::process_heap, [] { own_heap.reset(); });
 
-std::atomic<size_t> fork_copy_max{256 << 20};  // relaxed: a number of its own
+// Written by set_fork_copy_max, read before a fork; relaxed, since the number publishes nothing.
+std::atomic<size_t> fork_copy_max{256 << 20};
 
 size_t round_up(size_t n, size_t to) {
   return (n + to - 1) / to * to;
@@ -70,7 +71,7 @@ std::shared_ptr<Heap> Heap::create(Failure& failure) {
   heap->pages_.erase(0);
   heap->pages_.insert(kPage, heap->top_ - kPage);  // the first page holds the header and the activities
   auto* header = reinterpret_cast<HeapHeader*>(heap->base());
-  *header = {HeapHeader::kMagic, kLayoutVersion, heap->token_, capacity, static_cast<uint64_t>(getpid())};
+  *header = {HeapHeader::kMagic, kLayoutVersion, heap->token_, capacity};
   std::lock_guard lock(heaps_mutex);
   heaps.push_back(heap.get());
   return heap;

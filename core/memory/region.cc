@@ -1,5 +1,4 @@
-// See region.h. The slot table is guarded by one mutex; it is taken when groups come and go, never in a call,
-// except by `mapping_of`, which Python asks when it makes a tensor of peer memory.
+// See region.h. The slot table is guarded by one mutex; it is taken when groups come and go, never in a call.
 #include "memory/region.h"
 
 #include <fcntl.h>
@@ -37,7 +36,6 @@ struct Region {
   size_t capacity = 0;  // most bytes of one heap
   size_t stride = 0;    // between two slots
   size_t slots = 0;
-  std::vector<std::weak_ptr<Mapping>> taken;
   std::vector<Mapping*> live;  // for the fork handler, which may not lock a weak_ptr
   std::vector<bool> used;
   std::map<Token, std::weak_ptr<Mapping>> peers;
@@ -54,6 +52,11 @@ ForkMutex region_mutex(ForkOrder::region, [] {
 std::atomic<std::byte*> region_begin{nullptr};
 std::atomic<size_t> region_bytes{0};
 size_t wanted_capacity = 0;
+
+// What was mapped there goes; the addresses stay the region's.
+void clear_slot(std::byte* at, size_t bytes) {
+  mmap(at, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+}
 
 size_t default_capacity() {
   // A heap cannot usefully hold more than the machine has; a little above it keeps powers of two simple.
@@ -82,7 +85,6 @@ bool open_region(Failure& failure) {
   region.capacity = capacity;
   region.stride = stride;
   region.slots = slots;
-  region.taken.resize(slots);
   region.live.resize(slots);
   region.used.resize(slots);
   region_bytes.store(stride * slots, std::memory_order_relaxed);
@@ -137,14 +139,13 @@ std::shared_ptr<Mapping> Mapping::map(Fd fd, size_t capacity, Failure& failure) 
   madvise(at, capacity, MADV_DONTDUMP);
   std::shared_ptr<Mapping> mapping(new Mapping(at, capacity, slot, std::move(fd)));
   region.used[slot] = true;
-  region.taken[slot] = mapping;
   region.live[slot] = mapping.get();
   return mapping;
 }
 
 Mapping::~Mapping() {
   std::lock_guard lock(region_mutex);
-  mmap(base_, capacity_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  clear_slot(base_, capacity_);
   region.used[slot_] = false;
   region.live[slot_] = nullptr;
 }
@@ -182,7 +183,7 @@ void Mapping::make_private() {
 void Mapping::replace(Pages copy) {
   const size_t bytes = copy.bytes();
   if (!copy.move_to(base_)) return;  // what make_private has left must do
-  mmap(base_ + bytes, capacity_ - bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  clear_slot(base_ + bytes, capacity_ - bytes);
 }
 
 std::shared_ptr<Mapping> map_peer(const Token& token, Fd fd, size_t capacity, Failure& failure) {
@@ -223,13 +224,6 @@ bool in_region(const void* p) {
   std::byte* begin = region_begin.load(std::memory_order_acquire);
   return begin &&
          static_cast<size_t>(static_cast<const std::byte*>(p) - begin) < region_bytes.load(std::memory_order_relaxed);
-}
-
-std::shared_ptr<Mapping> mapping_of(const void* p) {
-  if (!in_region(p)) return nullptr;
-  std::lock_guard lock(region_mutex);
-  size_t slot = static_cast<size_t>(static_cast<const std::byte*>(p) - region.base) / region.stride;
-  return region.used[slot] ? region.taken[slot].lock() : nullptr;
 }
 
 }  // namespace unisono

@@ -37,7 +37,6 @@ struct HeapHeader {
   uint64_t layout;  // version of everything that lives in shared memory
   Token token;
   uint64_t capacity;
-  uint64_t pid;
 };
 static_assert(std::has_unique_object_representations_v<HeapHeader> && sizeof(HeapHeader) % sizeof(uint64_t) == 0);
 constexpr uint64_t kLayoutVersion = 1;
@@ -85,9 +84,6 @@ std::shared_ptr<Mapping> map_peer(const Token& token, Fd fd, size_t capacity, Fa
 
 // True if `p` lies in any heap this process can see.
 bool in_region(const void* p);
-
-// The mapping that holds `p`, alive for as long as the result is; null outside every heap.
-std::shared_ptr<Mapping> mapping_of(const void* p);
 
 std::string system_error(const char* what);  // "what: strerror"
 

@@ -35,7 +35,7 @@ int memory(size_t bytes, const HeapHeader& header, int seals) {
 }
 
 HeapHeader header_of(const Token& token, size_t capacity) {
-  return {HeapHeader::kMagic, kLayoutVersion, token, capacity, 1};
+  return {HeapHeader::kMagic, kLayoutVersion, token, capacity};
 }
 
 std::shared_ptr<Mapping> map(int fd, const Token& token, size_t capacity) {
