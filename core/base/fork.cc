@@ -17,6 +17,8 @@ struct Entry {
   Step before, in_parent, in_child;
 };
 constinit std::array<Entry, static_cast<size_t>(ForkOrder::count_)> entries{};  // each written once, while loading
+// Raised in a child while it has one thread only; read by any thread, relaxed: a thread made later sees what was
+// before.
 constinit std::atomic<int> generation{0};
 
 void before_fork() {

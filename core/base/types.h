@@ -56,6 +56,11 @@ enum class Verb : uint8_t {
   count_
 };
 
+// Where each rank's number of elements is its own affair.
+constexpr bool counts_differ(Verb verb) {
+  return verb == Verb::all_to_all || verb == Verb::gather || verb == Verb::scatter;
+}
+
 constexpr size_t dtype_bytes(DType t) {
   switch (t) {
     case DType::f64:

@@ -1,11 +1,12 @@
 // Puts the calls of one group in order: synchronous ones run in the caller's thread, asynchronous ones in a progress
 // thread that starts with the first of them, and whoever waits for a ticket may run what stands before it.
 //
-// One total order per group: the queue. `run_mutex` of the group is held by whoever executes its head. Messages
-// (post.h) stand outside of that order. Tickets are finished with no lock held, so a callback may call again, and may
-// wait for what it called by any means: while the progress thread is in a callback, another one takes its post.
-// A callback may also drop the last reference to the group, or run for ever: every thread holds the engine for as long
-// as it works in it, and closing waits for threads only so long.
+// One total order per group: the queue. `run_mutex_` is held by whoever executes its head. Messages (messages.h) stand
+// outside of that order. Tickets are completed with no lock held, so a callback may call again, and may wait for what
+// it called by any means: while the progress thread is in a callback, another one takes its role (progress.cc). A
+// callback may also drop the last reference to the group, or run for ever: every thread holds the engine for as long as
+// it works in it, and closing waits for threads only so long.
+// Memory order: state is guarded by queue_mutex_; the two atomics that are read without it say below what they publish.
 #pragma once
 
 #include <atomic>
@@ -13,8 +14,8 @@
 #include <deque>
 #include <thread>
 
-#include "group/group.h"
-#include "verbs/post.h"
+#include "verbs/collectives.h"
+#include "verbs/messages.h"
 
 namespace unisono {
 
@@ -22,19 +23,23 @@ struct Ticket {
   Call call;
   std::vector<Part> in_parts, out_parts;  // what call.in_parts and call.out_parts point to
   std::shared_ptr<Message> message;       // point-to-point instead of a collective
-  std::function<void()> on_done;          // called once, by the thread that finished it
+  std::function<void()> on_done;          // called once, by the thread that completed it
   int64_t submitted_ns = now_ns();
   Code code = Code::ok;  // valid when done
+  // Stored with release by Engine::mark_done, loaded with acquire by whoever waits or asks: publishes `code`, the
+  // call's failure, and its results.
   std::atomic<bool> done{false};
 };
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  // The engine closes when its last user lets go of the result. In a forked child nothing of it is touched.
+  // The engine closes when its last user lets go of the result. In a forked child nothing of it is touched. Without a
+  // group there is no engine.
   static std::shared_ptr<Engine> open(std::unique_ptr<Group> group);
   ~Engine();
 
   Group& group() { return *group_; }
+  uint64_t staged_bytes() const { return collectives_.staged_bytes(); }
 
   Code run(Call& call);                                    // a collective, now
   Code run(Call& call, std::shared_ptr<Message> message);  // a message, now
@@ -51,45 +56,50 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
  private:
   explicit Engine(std::unique_ptr<Group> group);
-  // The post: one progress thread at a time works through the queue. `manned_` and `openings_` are guarded by
-  // queue_mutex_.
-  void deliver();
-  void man_post();       // under queue_mutex_: sees to it that a thread has the post
-  bool take_post();      // waits a while for an opening; false: there is none, the thread ends
-  bool unmanned();       // whether there is no thread, and none can be made
-  bool progress_once();  // false: nothing is left to do and the group is closed
-  void tend_messages();  // moves them on for some milliseconds, and sees to their deadlines and peers
-  void progress();
-  // False: nothing to run now. Takes run_mutex if it is free, and gives it back before on_done. With `awaited`: only
+  // progress.cc
+  void start_progress();
+  void ensure_progress_thread();  // under queue_mutex_
+  bool lacks_progress_thread();   // there is none, and none can be made
+  bool become_progress_thread();  // waits a while for an opening; false: there is none, the thread ends
+  void progress();                // what a thread does
+  bool progress_once();           // false: nothing is left to do and the group is closed
+  void progress_messages();
+  Call watcher_of(const std::vector<std::shared_ptr<Ticket>>& messages) const;
+  void announce(Ticket& ticket);
+  void flush_sends();
+  void await_threads();
+
+  // False: nothing to run now. Takes run_mutex_ if it is free, and gives it back before on_done. With `awaited`: only
   // what stands before that ticket, and the ticket itself; who waits for one call must not get into a later one.
   bool run_head(bool may_interrupt, const Ticket* awaited = nullptr);
-  void finish(Ticket& ticket, Code code);
+  void complete(Ticket& ticket, Code code);
   void refuse(Ticket& ticket, const Failure& cause);
   bool refuse_forked(Ticket& ticket);
   static void mark_done(Ticket& ticket, Code code);
-  void announce(Ticket& ticket);
   void end_messages();  // those that are over
   void end_message(Ticket& ticket);
-  void flush();
-  void await_threads();
 
   std::unique_ptr<Group> group_;
-  std::unique_ptr<Post> post_;
-  std::mutex queue_mutex_;
-  std::condition_variable changed_;  // a ticket is done
-  std::condition_variable work_;     // there is something in queue_ or messages_, or stop_ changed
+  Waiter waiter_;
+  Collectives collectives_;
+  std::unique_ptr<Messages> messages_;
+  std::mutex run_mutex_;
+  std::mutex queue_mutex_;           // guards all below but the atomics
+  std::condition_variable changed_;  // a ticket is done, or a thread has ended
+  std::condition_variable work_;     // there is something in queue_ or in_flight_, or closed_ changed
   std::deque<std::shared_ptr<Ticket>> queue_;
-  std::vector<std::shared_ptr<Ticket>> messages_;  // asynchronous ones not finished yet
+  std::vector<std::shared_ptr<Ticket>> in_flight_;  // asynchronous messages that are not done yet
+  // The length of queue_. Stored with release under the mutex, loaded with acquire without it: whoever finds 0 sees the
+  // results of all calls that stood in the queue.
   std::atomic<size_t> queued_{0};
-  std::atomic<size_t> in_flight_{0};  // messages nobody may be waiting for
-  std::atomic<bool> stop_{false};
+  // The length of in_flight_, read without the mutex; relaxed, since it only says whether there was progress.
+  std::atomic<size_t> in_flight_count_{0};
   std::vector<std::thread> threads_;
-  std::vector<std::thread::id> finished_;  // those of threads_ that have done all their work, to be joined
-  bool manned_ = false;                    // a thread has the post, or is on its way there
-  size_t openings_ = 0, spare_ = 0;        // posts offered to spare threads, and spare threads that wait for one
-  std::condition_variable needed_;         // openings_ or stop_ changed
+  std::vector<std::thread::id> ended_;       // those of threads_ that have done all their work, to be joined
+  bool has_progress_thread_ = false;         // or one is on its way
+  size_t openings_ = 0, spare_threads_ = 0;  // the role offered to spare threads, and threads that wait for it
+  std::condition_variable needed_;           // openings_ or closed_ changed
   bool closed_ = false;
-  int generation_ = fork_generation();
 };
 
 }  // namespace unisono

@@ -1,8 +1,7 @@
 // What one rank of a group shares with the others: its control block, a piece of its own heap.
 //
 // Vocabulary. A *line* is 128 bytes with one writer, the block's owner; everybody else only reads it. A *flag* is a
-// monotonic 64-bit number in a line; `store(release)` by the owner pairs with `load(acquire)` in Group::await, so
-// whatever the owner wrote before the flag is seen by whoever saw the flag. There is no read-modify-write anywhere.
+// monotonic 64-bit number in a line (base/shared.h).
 // The *descriptor* line of call s is line s % 2: a rank writes call s + 2 only after it has seen every descriptor of
 // call s + 1, and a rank publishes s + 1 only when it has done with the descriptors and slots of s. The same holds for
 // *slots* (small inputs) and *tables* (per-part places and counts), which are double-buffered alike.
@@ -15,12 +14,13 @@
 #include <atomic>
 #include <cstddef>
 #include <cstring>
+#include <type_traits>
 
+#include "base/shared.h"
 #include "base/types.h"
 
 namespace unisono {
 
-constexpr size_t kLineBytes = 128;
 constexpr size_t kInlineBytes = 40;
 constexpr size_t kSlotBytes = 64 << 10;
 constexpr size_t kStageBytes = 512 << 10;  // half of it for pieces going in, half for pieces coming out
@@ -37,22 +37,6 @@ constexpr size_t kLongPieceBytes = 1 << 20;
 static_assert(kStageBytes / 2 >= 2 * kPieceBytes && kRingBytes / 2 >= 2 * kLongPieceBytes);
 constexpr size_t kNoteBytes = 496;
 constexpr int kMostRanks = 256;
-
-using Flag = std::atomic<uint64_t>;
-static_assert(Flag::is_always_lock_free);
-
-// For what may be written while it is read: the reader copies it, then looks whether it was. Whole words, relaxed; the
-// fences of both sides order them.
-inline void copy_words(void* to, const void* from, size_t bytes) {
-  for (size_t i = 0; i < bytes / sizeof(uint64_t); i++)
-    __atomic_store_n(static_cast<uint64_t*>(to) + i,
-                     __atomic_load_n(static_cast<const uint64_t*>(from) + i, __ATOMIC_RELAXED), __ATOMIC_RELAXED);
-}
-inline void fence([[maybe_unused]] std::memory_order order) {
-#if !defined(__SANITIZE_THREAD__)  // which knows no fences
-  std::atomic_thread_fence(order);
-#endif
-}
 
 // Where a tensor is, in words every rank understands: 0 is "not in shared memory"; otherwise bit 63, the group rank
 // whose heap holds it, and the offset in that heap.
@@ -79,21 +63,25 @@ struct Request {
   uint8_t has_table;
   uint8_t has_ring;
   int16_t root;
-  uint64_t count;  // elements: of the whole for all_reduce, reduce, broadcast; of this rank's part otherwise
+  // Elements: of the whole for all_reduce, reduce, broadcast; a hash of all counts for all_gather and reduce_scatter;
+  // of this rank's part otherwise.
+  uint64_t count;
   std::byte payload[kInlineBytes];
   // Second 64 bytes.
-  uint64_t counts_hash;
+  uint64_t epilogue_hash;  // matmul_reduce: of what must be equal on all ranks and has no field
   Place in, out;
   double factor;
   Place residual;
   uint64_t turn;        // the byte of this rank's ring where its slot or its pieces begin
   uint64_t few_pieces;  // 1: waiting is expensive where this rank runs
-  uint64_t spare;
 };
 constexpr size_t kSmallRequestBytes = 56;
-static_assert(offsetof(Request, counts_hash) == kSmallRequestBytes && sizeof(Request) == kLineBytes - sizeof(Flag));
+static_assert(std::is_trivially_copyable_v<Request> && offsetof(Request, epilogue_hash) == kSmallRequestBytes &&
+              sizeof(Request) == kSmallRequestBytes + 7 * sizeof(uint64_t));  // no padding: parts are compared as bytes
 
 struct alignas(kLineBytes) Descriptor {
+  // The call's number, or 0 for one that was taken back. Released by Requests::publish, acquired by Waiter::await and
+  // by Collectives::may_write: publishes `said`, the table of the same call, its slot, and the ring's part for it.
   Flag seq;
   Request said;
 };
@@ -103,16 +91,30 @@ struct TableEntry {
   Place in, out;
   uint64_t in_count, out_count;
 };
+static_assert(std::has_unique_object_representations_v<TableEntry> && std::is_trivially_copyable_v<TableEntry>);
 
 struct alignas(kLineBytes) FlagLine {
   Flag value;
 };
 
-// `exit`: done with a call's data. `withdrawn`: out of a call that failed; this rank will not write for it any more.
-enum class Phase : uint8_t { descriptor, exit, staged, reduced, copied, note, withdrawn, count_ };
+// The flags of a call. Each is released by its rank through Group::publish and acquired by peers in Waiter::await (exit
+// and withdrawn also in Collectives::may_write). `staged`, `reduced` and `copied` count pieces of all calls, the others
+// hold the number of a call. What they publish:
+enum class Phase : uint8_t {
+  descriptor,  // Descriptor::seq
+  exit,        // what this rank wrote into others' outputs, and that it reads nothing of this call any more
+  staged,      // a piece in this rank's stage
+  reduced,     // results in its out stage and in outputs; and that it has read that piece of the others' stages
+  copied,      // that it has taken that piece from the others' stages, which may be written again
+  note,        // its words after a mismatch
+  withdrawn,   // that it is out of a call that failed, and will not write for it any more
+  count_
+};
 
 struct alignas(kLineBytes) AbortLine {
-  Flag code;  // 0: alive; otherwise Code, written once after the text
+  // 0: alive; otherwise a Code. Released once, by write_abort, after the rest of the line; acquired by Group::given_up,
+  // Waiter::heed_aborts, Messages::withdrawn and while joining.
+  Flag code;
   uint64_t seq;
   int32_t peers[16];
   char text[176];
@@ -123,55 +125,44 @@ static_assert(sizeof(AbortLine) == 2 * kLineBytes);
 // until they have left themselves. It is used again for the next group; whoever finds another `use` than it knows
 // learns from that alone that the rank has left.
 struct alignas(kLineBytes) Membership {
-  Flag use;   // counts the groups that have had this line
-  Flag left;  // equal to `use` once the rank has left; pairs with Group::state_of
+  // Counts the groups that have had this line, and how each ended. Released by make_block and BlockRelease, acquired by
+  // state_of and Group::all_came: whoever finds another number may not believe in the block.
+  Flag use;
+  Flag left;  // equal to `use` once the rank has left. Released by Group::close after the reason, acquired by state_of
   char reason[kLineBytes - 2 * sizeof(Flag)];
 };
 static_assert(sizeof(Membership) == kLineBytes);
 
-// What a thread of this process waits for, in any of its groups, so that a peer whose time runs out can say it. A few
-// lines in the heap's first page; `stamp` is even and not 0 while there is something to read.
-struct Waiting {
-  int64_t since_ns;
-  uint64_t seq;
-  int64_t tag;   // of a message
-  int32_t peer;  // of a message; -1: anyone, or a collective
-  Verb verb;
-  char group[83];
-};
-struct alignas(kLineBytes) Activity {
-  Flag stamp;
-  Waiting what;
-};
-static_assert(sizeof(Activity) == kLineBytes);
-constexpr size_t kActivities = 16;
-constexpr size_t kActivitiesAt = 1024;  // in the heap's first page
+// Point-to-point: for every ordered pair (sender, receiver) a mailbox, a ring of entries in the sender's block, and a
+// ring of replies in the receiver's. Message i lives in entry i % depth until reply i says done.
+enum class Carrier : uint8_t { inlined, place, staged };  // what holds a message's data
+constexpr size_t kSendBuffer = kRingBytes / 2;            // through which a longer message is staged
+constexpr size_t kSendTurn = 16 << 10;                    // bytes moved before the other end is told
 
-// Point-to-point: for every ordered pair (sender, receiver) a ring of letters in the sender's block and a ring of
-// replies in the receiver's. Letter i lives in entry i % depth until reply i says done.
-struct LetterHead {  // copied once by the receiver
+struct Envelope {  // copied once by the receiver
   int64_t tag;
   uint64_t bytes;
-  uint64_t seq;  // the sender's number of this send, for messages
-  Place place;   // the tensor itself, or the staging ring of this letter
+  uint64_t seq;  // the sender's number of this send, for errors
+  Place place;   // the tensor itself, or the buffer through which it is staged
   DType dtype;
-  uint8_t kind;  // LetterKind
+  Carrier carrier;
 };
-struct alignas(kLineBytes) Letter {
-  Flag posted;  // i + 1 once the letter may be read
-  Flag filled;  // staged letters: bytes put into the ring so far
-  LetterHead head;
+struct alignas(kLineBytes) MailboxEntry {
+  Flag posted;  // i + 1: publishes the envelope and the payload. Released by Messages::post, acquired by is_posted
+  Flag filled;  // bytes put into the buffer so far: publishes them. Released by fill_buffer, acquired by read_staged
+  Envelope envelope;
   std::byte payload[72];
 };
-static_assert(sizeof(Letter) == kLineBytes);
+static_assert(sizeof(MailboxEntry) == kLineBytes && std::is_trivially_copyable_v<Envelope>);
 
 struct alignas(64) Reply {
-  Flag done;              // i + 1 once letter i is finished with
-  Flag drained;           // staged letters: bytes taken so far
-  uint64_t error;         // 1: the receiver refused the letter; valid with `done`
+  // i + 1 once the receiver has done with message i: publishes the rest of the reply, and that the entry and the tensor
+  // or buffer are free. Released by Messages::end_receive, acquired by post, step_send and give_back_buffers.
+  Flag done;
+  Flag drained;           // bytes taken from the buffer so far: their room is free. Released and acquired as `filled`
+  uint64_t error;         // 1: the receiver refused the message
   uint64_t wanted_bytes;  // what it expected
   uint64_t wanted_dtype;
-  uint64_t spare[3];
 };
 static_assert(sizeof(Reply) == 64);
 
@@ -193,17 +184,24 @@ class Block {
   Block() = default;
   Block(std::byte* base, int size) : base_(base), size_(size) {}
 
-  static int letters(int size) { return size <= 8 ? 16 : size <= 32 ? 8 : 4; }
+  static int mailbox_depth(int size) { return size <= 8 ? 16 : size <= 32 ? 8 : 4; }
   static size_t table_bytes(int size) { return round(sizeof(TableEntry) * static_cast<size_t>(size)); }
-  static size_t pair_bytes(int size) { return (sizeof(Letter) + sizeof(Reply)) * static_cast<size_t>(letters(size)); }
+  static size_t pair_bytes(int size) {
+    return (sizeof(MailboxEntry) + sizeof(Reply)) * static_cast<size_t>(mailbox_depth(size));
+  }
   static size_t bytes(int size) { return slots_at(size) + 2 * kSlotBytes + kStageBytes; }
 
   std::byte* base() const { return base_; }
   Descriptor& descriptor(uint64_t seq) const { return at<Descriptor>(0)[seq % 2]; }
   AbortLine& abort() const { return *at<AbortLine>(2 * kLineBytes); }
+  // Set by its rank around a sleep, read by whoever publishes a flag; relaxed, since a missed wake-up costs one short
+  // sleep (wait.h).
   std::atomic<uint32_t>& asleep() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[0]; }
-  std::atomic<uint32_t>& processor() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[1]; }  // + 1; 0: unknown
-  std::atomic<uint64_t>& ring_offset() const { return at<std::atomic<uint64_t>>(4 * kLineBytes)[1]; }  // in the heap
+  // Where its rank runs, plus 1; 0: unknown. A hint between Waiter::note_processor and part_ways, relaxed.
+  std::atomic<uint32_t>& processor() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[1]; }
+  // Of the ring in the heap. Stored once by Requests::make_ring before the first descriptor that says has_ring, loaded
+  // by find_ring after such a descriptor was acquired: relaxed is enough.
+  std::atomic<uint64_t>& ring_offset() const { return at<std::atomic<uint64_t>>(4 * kLineBytes)[1]; }
   // Where this rank's membership is, and which of its users this group is: written when the block is made.
   uint64_t& membership_offset() const { return at<uint64_t>(4 * kLineBytes)[2]; }
   uint64_t& membership_use() const { return at<uint64_t>(4 * kLineBytes)[3]; }
@@ -212,14 +210,14 @@ class Block {
   }
   char* note() const { return at<char>(kNoteAt); }
   TableEntry* table(uint64_t seq) const { return at<TableEntry>(kTablesAt + seq % 2 * table_bytes(size_)); }
-  Letter& letter(int receiver, uint64_t i) const {
-    return at<Letter>(pairs_at(size_) + static_cast<size_t>(receiver) * pair_bytes(size_))[i % ring()];
+  MailboxEntry& mailbox(int receiver, uint64_t i) const {
+    return at<MailboxEntry>(pairs_at(size_) + static_cast<size_t>(receiver) * pair_bytes(size_))[i % mailbox_depth()];
   }
   Reply& reply(int sender, uint64_t i) const {
     return at<Reply>(pairs_at(size_) + static_cast<size_t>(sender) * pair_bytes(size_) +
-                     sizeof(Letter) * ring())[i % ring()];
+                     sizeof(MailboxEntry) * mailbox_depth())[i % mailbox_depth()];
   }
-  uint64_t ring() const { return static_cast<uint64_t>(letters(size_)); }
+  uint64_t mailbox_depth() const { return static_cast<uint64_t>(mailbox_depth(size_)); }
   std::byte* slot(uint64_t seq) const { return base_ + slots_at(size_) + seq % 2 * kSlotBytes; }
   std::byte* stage() const { return base_ + slots_at(size_) + 2 * kSlotBytes; }
 

@@ -4,7 +4,7 @@
 // Steps: every rank opens a listening socket with a random name and publishes it (Python, through the Store); rank r
 // connects to the ranks below it and accepts those above it; both ends check that the other runs under the same user
 // (SO_PEERCRED), knows the group's nonce, and speaks the same version; the heaps are mapped and their tokens compared.
-// The connection stays open as the death watch. Whoever knocks without the nonce is turned away and changes nothing.
+// The connection stays open as the death watch. Whoever connects without the nonce is turned away and changes nothing.
 //
 // Whoever has a rank's hello may believe in the group and read that rank's block. So a rank that gives up says so in
 // the block, and keeps the block until all of those have left.
@@ -15,48 +15,30 @@
 #include <utility>
 #include <vector>
 
-#include "engine/engine.h"
+#include "base/fd.h"
+#include "group/group.h"
 
 namespace unisono {
 
-// A file descriptor that is closed with its owner.
-class Fd {
+class Listener {
  public:
-  Fd() = default;
-  explicit Fd(int fd) : fd_(fd) {}
-  Fd(Fd&& other) noexcept : fd_(other.release()) {}
-  Fd& operator=(Fd&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Fd();
-  explicit operator bool() const { return fd_ >= 0; }
-  int get() const { return fd_; }
-  int release() { return std::exchange(fd_, -1); }
-
- private:
-  int fd_ = -1;
-};
-
-class Doorway {
- public:
-  static std::unique_ptr<Doorway> open(Failure& failure);
+  static std::unique_ptr<Listener> open(Failure& failure);
   const std::string& name() const { return name_; }
 
-  // Meets all ranks within `limit_ns`: `names[r]` is rank r's doorway. Fills the facts a group agrees on (crowded,
-  // kernels). Once per doorway, which is closed then.
-  std::shared_ptr<Engine> join(std::shared_ptr<Heap> heap, GroupFacts facts, const Token& nonce,
-                               const std::vector<std::string>& names, int64_t limit_ns, Failure& failure);
+  // Meets all ranks within `limit_ns`: `names[r]` is rank r's listener. Fills the facts a group agrees on (crowded,
+  // kernels). Once per listener, which is closed then.
+  std::unique_ptr<Group> join(std::shared_ptr<Heap> heap, GroupFacts facts, const Token& nonce,
+                              const std::vector<std::string>& names, int64_t limit_ns, Failure& failure);
 
  private:
-  Doorway(Fd socket, std::string name) : socket_(std::move(socket)), name_(std::move(name)) {}
+  Listener(Fd socket, std::string name) : socket_(std::move(socket)), name_(std::move(name)) {}
   Fd socket_;
   std::string name_;
 };
 
 // A group of some of another's ranks, in the order of `members` (its ranks there). `blocks[i]` is the offset of member
 // i's new block in its heap; the caller has exchanged them through the parent.
-std::shared_ptr<Engine> split(Group& parent, const std::vector<int>& members, const std::vector<size_t>& blocks,
-                              GroupFacts facts, Failure& failure);
+std::unique_ptr<Group> split(Group& parent, const std::vector<int>& members, const std::vector<size_t>& blocks,
+                             GroupFacts facts, Failure& failure);
 
 }  // namespace unisono

@@ -59,14 +59,10 @@ void sweep_retired() {
       if (group->all_left()) over.push_back(std::move(group));
     std::erase(*retired, nullptr);
   }
-  for (auto& group : over) group->release_block();
-}
+}  // destroyed here, without the lock
 
 void retire(std::unique_ptr<Group> group) {
-  if (group->all_left()) {
-    group->release_block();
-    return;
-  }
+  if (group->all_left()) return;
   std::lock_guard lock(mutex);
   retired->push_back(std::move(group));
   start_sweeping();

@@ -11,7 +11,7 @@
 
 namespace unisono {
 
-void retire(std::unique_ptr<Group> group);  // gives its block back now or later; closed already
+void retire(std::unique_ptr<Group> group);  // destroys it now or later; closed already
 void sweep_retired();                       // looks now
 
 }  // namespace unisono

@@ -1,14 +1,12 @@
 // See wait.h.
 #include "group/wait.h"
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
+#include <sched.h>
 #include <time.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <bit>
-#include <climits>
+
+#include "group/futex.h"
 
 namespace unisono {
 
@@ -34,13 +32,8 @@ inline void pause_cpu() {
 #endif
 }
 
-// The half of a flag that changes; futexes are 32 bits wide.
-uint32_t* low_half(const Flag& flag) {
-  auto* words = reinterpret_cast<uint32_t*>(const_cast<Flag*>(&flag));
-  return std::endian::native == std::endian::little ? words : words + 1;
-}
-
-std::atomic<int64_t> busy_until{0};  // of this process; a hint, so relaxed
+// Written by give_way and read by has_busy_neighbours in any thread of this process, relaxed: a hint on its own.
+std::atomic<int64_t> busy_until{0};
 
 }  // namespace
 
@@ -56,46 +49,41 @@ bool has_busy_neighbours() {
   return until && now_ns() < until;
 }
 
-int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * 1'000'000'000 + t.tv_nsec;
-}
+struct Waiter::Patience {
+  explicit Patience(Heap& h) : heap(h) {}
+  ~Patience() { heap.end_activity(activity); }
+  Patience(const Patience&) = delete;
+  Patience& operator=(const Patience&) = delete;
+  Heap& heap;
+  int activity = -1;  // its number, once the wait has lasted so long that peers may want to know of it
+  bool told = false;
+  int64_t begin_ns = 0;
+  int64_t last_look_ns = 0;
+  int64_t sleep_ns = 1'000'000;
+  int turns = 0;
+};
 
-void Group::wake(Flag& flag) {
-  for (const Peer& p : peers_)
-    if (p.block.base() != mine_.base() && p.block.asleep().load(std::memory_order_relaxed)) {
-      syscall(SYS_futex, low_half(flag), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-      return;
-    }
-}
-
-void Group::publish(Flag& flag, uint64_t value) {
-  flag.store(value, std::memory_order_release);  // pairs with the acquire in await, await_slow and await_until
-  wake(flag);
-}
-
-uint32_t Group::note_processor() {
+uint32_t Waiter::note_processor() {
   auto here = static_cast<uint32_t>(sched_getcpu() + 1);
-  if (mine_.processor().load(std::memory_order_relaxed) != here)
-    mine_.processor().store(here, std::memory_order_relaxed);
+  std::atomic<uint32_t>& said = g_.mine().processor();
+  if (said.load(std::memory_order_relaxed) != here) said.store(here, std::memory_order_relaxed);
   return here;
 }
 
-void Group::part_ways() {
+void Waiter::part_ways() {
   uint32_t here = note_processor();
   if (here == 0 || here > CPU_SETSIZE) return;
   bool shared = false;
-  for (int r = 0; r < facts_.rank && !shared; r++)
-    shared = peer(r).block.processor().load(std::memory_order_relaxed) == here;
+  for (int r = 0; r < g_.rank() && !shared; r++)
+    shared = g_.peer(r).block.processor().load(std::memory_order_relaxed) == here;
   if (!shared) return;
   int64_t now = now_ns();
-  if (now - moved_ns_ < kMoveEvery) return;
-  moved_ns_ = now;
+  if (now - moved_ns_.load(std::memory_order_relaxed) < kMoveEvery) return;
+  moved_ns_.store(now, std::memory_order_relaxed);
   cpu_set_t allowed, elsewhere;
   if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
   elsewhere = allowed;
-  for (const Peer& p : peers_)
+  for (const Peer& p : g_.peers())
     if (uint32_t m = p.block.processor().load(std::memory_order_relaxed); m && m <= CPU_SETSIZE)
       CPU_CLR(m - 1, &elsewhere);
   if (CPU_COUNT(&elsewhere) == 0) {
@@ -108,49 +96,41 @@ void Group::part_ways() {
   note_processor();
 }
 
-bool Group::given_up() const {
-  if (stopped_.load(std::memory_order_acquire)) return true;
-  for (const Peer& p : peers_)
-    if (p.block.abort().code.load(std::memory_order_acquire)) return true;
-  return false;
-}
-
-void Group::tell_waiting(const Call& call, Patience& patience) {
+void Waiter::tell_waiting(const Call& call, Patience& patience) {
   patience.told = true;
   Waiting what{patience.begin_ns, call.seq, call.tag, static_cast<int32_t>(call.correspondent), call.verb, {}};
-  copy_text(what.group, sizeof what.group, facts_.name);
-  patience.activity = heap_->begin_activity(what);
+  copy_text(what.group, sizeof what.group, g_.facts().name);
+  patience.activity = patience.heap.begin_activity(what);
 }
 
-bool Group::rest(Call& call, Patience& patience, const Flag* sleep_on, uint64_t seen) {
+void Waiter::sleep(const Call& call, Patience& patience, const Flag& flag, uint64_t seen, int64_t now) {
+  if (!patience.told) tell_waiting(call, patience);
+  g_.mine().asleep().store(1, std::memory_order_relaxed);
+  sleep_on(flag, seen, std::clamp<int64_t>(call.deadline_ns - now, 0, patience.sleep_ns));
+  g_.mine().asleep().store(0, std::memory_order_relaxed);
+  patience.sleep_ns = std::min(patience.sleep_ns * 2, kLongestSleep);
+  patience.last_look_ns = now_ns();
+}
+
+bool Waiter::rest(Call& call, Patience& patience, const Flag* flag, uint64_t seen) {
+  const bool crowded = g_.facts().crowded;
   if (patience.begin_ns == 0) {
     patience.begin_ns = patience.last_look_ns = now_ns();
     if (call.deadline_ns == 0) set_deadline(call, patience.begin_ns);
   }
-  if (!facts_.crowded && patience.turns++ == 0) part_ways();
+  if (!crowded && patience.turns++ == 0) part_ways();
   if (meanwhile) meanwhile();
-  int64_t now = now_ns();
-  int64_t waited = now - patience.begin_ns;
-  if (!facts_.crowded && waited < spin_ns) {
+  const int64_t now = now_ns(), waited = now - patience.begin_ns;
+  if (!crowded && waited < spin_ns) {
     for (int i = 0; i < 8; i++) pause_cpu();
-  } else if (const int64_t yield_for = has_busy_neighbours() ? kYieldBriefly : kYieldFor;
-             waited < yield_for || !sleep_on) {
-    if (waited < yield_for) {
-      give_way();
-    } else {  // nothing to sleep on: a letter may come from anyone
-      timespec nap{0, 200'000};
-      nanosleep(&nap, nullptr);
-    }
-  } else {
-    int64_t most = std::clamp<int64_t>(call.deadline_ns - now, 0, patience.sleep_ns);
-    timespec t{0, most};
-    if (!patience.told) tell_waiting(call, patience);
-    mine_.asleep().store(1, std::memory_order_relaxed);
-    syscall(SYS_futex, low_half(*sleep_on), FUTEX_WAIT, static_cast<uint32_t>(seen), &t, nullptr, 0);
-    mine_.asleep().store(0, std::memory_order_relaxed);
-    patience.sleep_ns = std::min(patience.sleep_ns * 2, kLongestSleep);
-    patience.last_look_ns = now_ns();
+  } else if (waited < (has_busy_neighbours() ? kYieldBriefly : kYieldFor)) {
+    give_way();
+  } else if (flag) {
+    sleep(call, patience, *flag, seen, now);
     return true;
+  } else {  // nothing to sleep on: a message may come from anyone
+    timespec nap{0, 200'000};
+    nanosleep(&nap, nullptr);
   }
   if (now - patience.last_look_ns < kLookEvery) return false;
   if (!patience.told) tell_waiting(call, patience);
@@ -158,32 +138,42 @@ bool Group::rest(Call& call, Patience& patience, const Flag* sleep_on, uint64_t 
   return true;
 }
 
-Code Group::await(Call& call, Phase phase, uint64_t target, const uint8_t* who) {
-  for (int r = 0; r < facts_.size; r++) {
-    if (r == facts_.rank || (who && !who[r])) continue;
-    if (flag_of(r, phase, target).load(std::memory_order_acquire) >= target) continue;
+Code Waiter::await(Call& call, Phase phase, uint64_t target, const uint8_t* who) {
+  for (int r = 0; r < g_.size(); r++) {
+    if (r == g_.rank() || (who && !who[r]) || g_.has_reached(r, phase, target)) continue;
     if (Code code = await_slow(call, phase, target, r, who); code != Code::ok) return code;
   }
   return Code::ok;
 }
 
-Code Group::await_slow(Call& call, Phase phase, uint64_t target, int r, const uint8_t* who) {
-  Flag& flag = flag_of(r, phase, target);
-  auto owes = [&](int p) {
-    return (!who || who[p]) && flag_of(p, phase, target).load(std::memory_order_acquire) < target;
-  };
-  if (!facts_.crowded)
+Code Waiter::await_rank(Call& call, Phase phase, uint64_t target, int r) {
+  return g_.has_reached(r, phase, target) ? Code::ok : await_slow(call, phase, target, r, nullptr);
+}
+
+Code Waiter::await_slow(Call& call, Phase phase, uint64_t target, int r, const uint8_t* who) {
+  Flag& flag = g_.flag_of(r, phase, target);
+  auto owes = [&](int p) { return (!who || who[p]) && !g_.has_reached(p, phase, target); };
+  if (!g_.facts().crowded)
     for (int i = 0; i < kFirstLooks; i++) {
       if (flag.load(std::memory_order_acquire) >= target) return Code::ok;
       pause_cpu();
     }
-  Patience patience(*heap_);
+  Patience patience(g_.heap());
   for (;;) {
     uint64_t seen = flag.load(std::memory_order_acquire);
     if (seen >= target) return Code::ok;
     if (!rest(call, patience, &flag, seen)) continue;
     if (Code code = health(call, owes); code != Code::ok) return code;
   }
+}
+
+Code Waiter::await_until(Call& call, FunctionRef<bool()> ready, Owes owes) {
+  Patience patience(g_.heap());
+  while (!ready()) {
+    if (!rest(call, patience, nullptr, 0)) continue;
+    if (Code code = health(call, owes); code != Code::ok) return code;
+  }
+  return Code::ok;
 }
 
 }  // namespace unisono

@@ -3,7 +3,6 @@
 #include "group/watch.h"
 
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -25,33 +24,29 @@ ForkMutex registry_mutex(ForkOrder::links, [] {
 
 }  // namespace
 
-Link::Link(int socket, pid_t pid) : socket_(socket), pid_(pid) {
+Link::Link(Fd socket) : socket_(std::move(socket)) {
   std::lock_guard lock(registry_mutex);
   registry.push_back(this);
 }
 
 Link::~Link() {
-  {
-    std::lock_guard lock(registry_mutex);
-    registry.erase(std::remove(registry.begin(), registry.end(), this), registry.end());
-  }
-  if (socket_ >= 0) close(socket_);
+  std::lock_guard lock(registry_mutex);
+  registry.erase(std::remove(registry.begin(), registry.end(), this), registry.end());
 }
 
 void Link::close_in_child() {
-  if (socket_ >= 0) close(socket_);
-  socket_ = -1;
+  socket_.reset();
 }
 
 bool Link::hung_up() {
   std::lock_guard lock(mutex_);
   char none;
   ssize_t n = 1;
-  while (!hung_up_ && socket_ >= 0 && n > 0) {  // a hello that came too late for its join is read and forgotten
-    n = recv(socket_, &none, sizeof none, MSG_DONTWAIT);
+  while (!hung_up_ && socket_ && n > 0) {  // a hello that came too late for its join is read and forgotten
+    n = recv(socket_.get(), &none, sizeof none, MSG_DONTWAIT);
     hung_up_ = n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR);
   }
-  return hung_up_ || socket_ < 0;
+  return hung_up_ || !socket_;
 }
 
 bool is_dying(pid_t pid) {

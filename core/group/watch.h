@@ -10,23 +10,23 @@
 #include <mutex>
 #include <string>
 
+#include "base/fd.h"
+
 namespace unisono {
 
 class Link {
  public:
-  Link(int socket, pid_t pid);
+  explicit Link(Fd socket);
   ~Link();
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
 
   bool hung_up();  // looks without waiting
   void close_in_child();
-  pid_t pid() const { return pid_; }
 
  private:
   std::mutex mutex_;
-  int socket_;
-  pid_t pid_;
+  Fd socket_;  // none in a forked child
   bool hung_up_ = false;
 };
 

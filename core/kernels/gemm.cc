@@ -120,69 +120,81 @@ void multiply_few(const GemmTable& t, const Product& p) {
   }
 }
 
-// What the tiles of one panel ask for while they work: k rows of some bytes, a part in each tile.
+// What the tiles of one panel ask for from memory while they work: rows of what is packed next, a part in each tile.
 struct Ahead {
   const std::byte* data = nullptr;
   size_t row = 0, bytes = 0;
+  size_t first = 0, rows = 0;
 };
+
+// A block of rows and k of a product: rows [i0, i0 + m) of a, widened, times rows [k0, k0 + k) of b.
+struct GemmBlock {
+  size_t i0, m, k0, k;
+  const float* a;
+  size_t a_row;
+};
+
+// The panel after this one; of b itself the panels after those that are packed now, a part for each of them.
+Ahead what_is_next(const GemmTable& t, const Product& p, const GemmBlock& block, const float* panel, size_t j) {
+  if (p.panels) {
+    if (j + t.columns >= p.n) return {};
+    const size_t bytes = t.columns * sizeof(float);
+    return {reinterpret_cast<const std::byte*>(panel + p.k * t.columns), bytes, bytes, 0, block.k};
+  }
+  const size_t turn = j / t.columns % kPanels, next = (j / t.columns - turn + kPanels) * t.columns;
+  if (p.b.col != 1 || next >= p.n) return {};
+  const size_t size = dtype_bytes(p.b.dtype), first = block.k * turn / kPanels;
+  return {static_cast<const std::byte*>(from(p.b, block.k0, next).data), p.b.row * size,
+          std::min(kPanels * t.columns, p.n - next) * size, first, block.k * (turn + 1) / kPanels - first};
+}
+
+// Columns [j, j + one panel) of the block, sliver by sliver and run by run.
+void multiply_panel(const GemmTable& t, const Product& p, const GemmBlock& block, const float* panel, size_t j) {
+  const Ahead ahead = what_is_next(t, p, block, panel, j);
+  const size_t m = block.m, k = block.k;
+  each_sliver(m, t.rows, [&](size_t i, size_t rows) {
+    for (size_t k1 = 0; k1 < k; k1 += kRun) {
+      const size_t run = std::min(kRun, k - k1);
+      const size_t begin = ahead.first + ahead.rows * (i * k + k1 * rows) / (m * k);
+      const size_t end = ahead.first + ahead.rows * (i * k + (k1 + run) * rows) / (m * k);
+      t.tile({.rows = rows,
+              .k = run,
+              .a = block.a + i * block.a_row + k1,
+              .a_row = block.a_row,
+              .b = panel + k1 * t.columns,
+              .b_type = DType::f32,
+              .b_row = t.columns,
+              .b_panel = 0,
+              .columns = std::min(t.columns, p.n - j),
+              .c = p.c + (block.i0 + i) * p.c_row + j,
+              .c_row = p.c_row,
+              .bias = p.bias ? p.bias + j : nullptr,
+              .add = block.k0 + k1 > 0,
+              .next_a = block.a + (i + rows < m ? i + rows : 0) * block.a_row + k1,
+              .ahead = reinterpret_cast<const char*>(ahead.data + begin * ahead.row),
+              .ahead_row = ahead.row,
+              .ahead_rows = ahead.data ? end - begin : 0,
+              .ahead_bytes = ahead.bytes});
+    }
+  });
+}
 
 void multiply_blocks(const GemmTable& t, const Product& p) {
   const size_t depth = std::min(p.k, kDepth), a_row = depth + kPad, most = std::min(p.m, kRows);
   float* const a = scratch(most * a_row + kPanels * depth * t.columns);
   float* const packed = a + most * a_row;
-  for (size_t i0 = 0; i0 < p.m; i0 += most) {
-    const size_t m = std::min(most, p.m - i0);
+  for (size_t i0 = 0; i0 < p.m; i0 += most)
     for (size_t k0 = 0; k0 < p.k; k0 += depth) {
-      const size_t k = std::min(depth, p.k - k0);
-      t.widen(from(p.a, i0, k0), m, k, a, a_row);
+      const GemmBlock block{i0, std::min(most, p.m - i0), k0, std::min(depth, p.k - k0), a, a_row};
+      t.widen(from(p.a, i0, k0), block.m, block.k, a, a_row);
       for (size_t j = 0; j < p.n; j += t.columns) {
         const size_t turn = j / t.columns % kPanels;
-        if (!p.panels && turn == 0) pack(t, from(p.b, k0, j), k, std::min(kPanels * t.columns, p.n - j), packed);
-        const float* panel =
-            p.panels ? static_cast<const float*>(p.b.data) + j * p.k + k0 * t.columns : packed + turn * k * t.columns;
-        // The panel after this one; of b itself the panels after those that are packed now, a part for each of them.
-        Ahead ahead;
-        size_t ahead_k = k, ahead_first = 0;
-        if (p.panels && j + t.columns < p.n) {
-          ahead = {reinterpret_cast<const std::byte*>(panel + p.k * t.columns), t.columns * sizeof(float),
-                   t.columns * sizeof(float)};
-        } else if (!p.panels && p.b.col == 1) {
-          const size_t next = (j / t.columns - turn + kPanels) * t.columns, size = dtype_bytes(p.b.dtype);
-          if (next < p.n) {
-            ahead = {static_cast<const std::byte*>(from(p.b, k0, next).data), p.b.row * size,
-                     std::min(kPanels * t.columns, p.n - next) * size};
-            ahead_first = k * turn / kPanels;
-            ahead_k = k * (turn + 1) / kPanels - ahead_first;
-          }
-        }
-        each_sliver(m, t.rows, [&](size_t i, size_t rows) {
-          for (size_t k1 = 0; k1 < k; k1 += kRun) {
-            const size_t run = std::min(kRun, k - k1);
-            const size_t begin = ahead_first + ahead_k * (i * k + k1 * rows) / (m * k);
-            const size_t end = ahead_first + ahead_k * (i * k + (k1 + run) * rows) / (m * k);
-            t.tile({.rows = rows,
-                    .k = run,
-                    .a = a + i * a_row + k1,
-                    .a_row = a_row,
-                    .b = panel + k1 * t.columns,
-                    .b_type = DType::f32,
-                    .b_row = t.columns,
-                    .b_panel = 0,
-                    .columns = std::min(t.columns, p.n - j),
-                    .c = p.c + (i0 + i) * p.c_row + j,
-                    .c_row = p.c_row,
-                    .bias = p.bias ? p.bias + j : nullptr,
-                    .add = k0 + k1 > 0,
-                    .next_a = a + (i + rows < m ? i + rows : 0) * a_row + k1,
-                    .ahead = reinterpret_cast<const char*>(ahead.data + begin * ahead.row),
-                    .ahead_row = ahead.row,
-                    .ahead_rows = ahead.data ? end - begin : 0,
-                    .ahead_bytes = ahead.bytes});
-          }
-        });
+        if (!p.panels && turn == 0) pack(t, from(p.b, k0, j), block.k, std::min(kPanels * t.columns, p.n - j), packed);
+        const float* panel = p.panels ? static_cast<const float*>(p.b.data) + j * p.k + k0 * t.columns
+                                      : packed + turn * block.k * t.columns;
+        multiply_panel(t, p, block, panel, j);
       }
     }
-  }
 }
 
 }  // namespace

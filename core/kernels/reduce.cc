@@ -5,7 +5,6 @@
 #include "kernels/reduce.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 
 #include "kernels/reduce_kernels.h"
@@ -16,24 +15,6 @@
 
 namespace unisono {
 namespace {
-
-bool cpu_has(Isa isa) {
-  switch (isa) {
-    case Isa::scalar:
-      return true;
-#if defined(__x86_64__)
-    // The compiler's runtime also asks XGETBV whether the operating system saves the registers.
-    case Isa::avx2:
-      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2") &&
-             __builtin_cpu_supports("fma");
-    case Isa::avx512:
-      return cpu_has(Isa::avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#endif
-    default:
-      return false;
-  }
-}
 
 const KernelTable& table_of(Isa isa) {
   switch (isa) {
@@ -47,10 +28,6 @@ const KernelTable& table_of(Isa isa) {
       return kernels_scalar;
   }
 }
-
-// What set_isa() chose. Relaxed is enough: the number is all there is to see, the tables are constant.
-constexpr int unset = -1;
-constinit std::atomic<int> chosen_isa{unset};
 
 bool is_complex(DType t) {
   return t == DType::c64 || t == DType::c128;
@@ -188,34 +165,6 @@ void reduce(const Reduction& r) {
   } else {
     kernel(task);
   }
-}
-
-Isa best_isa() {
-  static const Isa best = cpu_has(Isa::avx512) ? Isa::avx512 : cpu_has(Isa::avx2) ? Isa::avx2 : Isa::scalar;
-  return best;
-}
-
-Isa current_isa() {
-  const int chosen = chosen_isa.load(std::memory_order_relaxed);
-  return chosen == unset ? best_isa() : static_cast<Isa>(chosen);
-}
-
-bool set_isa(Isa isa) {
-  if (!cpu_has(isa)) return false;
-  chosen_isa.store(static_cast<int>(isa), std::memory_order_relaxed);
-  return true;
-}
-
-const char* isa_name(Isa isa) {
-  switch (isa) {
-    case Isa::scalar:
-      return "scalar";
-    case Isa::avx2:
-      return "avx2";
-    case Isa::avx512:
-      return "avx512";
-  }
-  return "?";
 }
 
 void copy_bytes(void* dst, const void* src, size_t bytes) {

@@ -7,6 +7,7 @@
 // MAX, bool SUM/MAX/BOR is logical or, bool PRODUCT/MIN/BAND is logical and, and results are 0 or 1.
 #pragma once
 
+#include "base/cpu.h"
 #include "base/types.h"
 
 namespace unisono {
@@ -28,12 +29,6 @@ struct Reduction {
 bool reduction_exists(DType dtype, RedOp op);
 
 void reduce(const Reduction& r);
-
-enum class Isa : uint8_t { scalar, avx2, avx512 };
-Isa best_isa();         // of this CPU (and operating system)
-Isa current_isa();      // what reduce() and copies use; starts as best_isa()
-bool set_isa(Isa isa);  // for tests and for groups whose CPUs differ; false if this CPU lacks it
-const char* isa_name(Isa isa);
 
 // Copies of non-overlapping memory. `copy_stream` bypasses the caches on the way out and fences before return.
 void copy_bytes(void* dst, const void* src, size_t bytes);

@@ -10,12 +10,10 @@
 #include <atomic>
 #include <bit>
 #include <cerrno>
-#include <climits>
-#include <cstdio>
 #include <cstring>
-#include <fstream>
-#include <sstream>
 #include <utility>
+
+#include "memory/limits.h"
 
 namespace unisono {
 namespace {
@@ -35,66 +33,14 @@ ForkMutex heaps_mutex(ForkOrder::heaps, Heap::after_fork_in_child, Heap::before_
 std::shared_ptr<Heap>& own_heap = *new std::shared_ptr<Heap>;
 ForkMutex own_heap_mutex(ForkOrder::process_heap, [] { own_heap.reset(); });
 
-std::atomic<size_t> fork_copy_max{256 << 20};  // relaxed: a number of its own
+// Written by set_fork_copy_max, read before a fork; relaxed, since the number publishes nothing.
+std::atomic<size_t> fork_copy_max{256 << 20};
 
 size_t round_up(size_t n, size_t to) {
   return (n + to - 1) / to * to;
 }
 
-// One number in a file; SIZE_MAX for "max" or no file.
-size_t read_number(const std::string& path) {
-  std::ifstream file(path);
-  size_t n = SIZE_MAX;
-  if (!(file >> n)) return SIZE_MAX;
-  return n;
-}
-
-size_t field_of(const std::string& path, const std::string& key) {
-  std::ifstream file(path);
-  for (std::string line; std::getline(file, line);)
-    if (line.compare(0, key.size(), key) == 0) return std::strtoull(line.c_str() + key.size(), nullptr, 10);
-  return SIZE_MAX;
-}
-
-// What a cgroup folder still allows: limit - (usage - page cache that can be dropped).
-size_t cgroup_room(const std::string& folder, const char* limit, const char* usage, const char* cache_key) {
-  size_t most = read_number(folder + limit), used = read_number(folder + usage);
-  if (most == SIZE_MAX || used == SIZE_MAX || most > (size_t{1} << 60)) return SIZE_MAX;
-  size_t cache = field_of(folder + "/memory.stat", cache_key);
-  if (cache != SIZE_MAX) used -= std::min(used, cache);
-  return most > used ? most - used : 0;
-}
-
-size_t cgroup_available() {
-  size_t least = SIZE_MAX;
-  std::ifstream self("/proc/self/cgroup");
-  for (std::string line; std::getline(self, line);) {
-    size_t first = line.find(':'), second = line.find(':', first + 1);
-    if (second == std::string::npos) continue;
-    std::string controllers = line.substr(first + 1, second - first - 1), path = line.substr(second + 1);
-    bool v2 = controllers.empty(), v1 = ("," + controllers + ",").find(",memory,") != std::string::npos;
-    if (!v1 && !v2) continue;
-    // A limit anywhere on the way to the root counts. In a container the path may not exist below the mount.
-    for (;;) {
-      if (path == "/") path.clear();
-      size_t room = v2 ? cgroup_room("/sys/fs/cgroup" + path, "/memory.max", "/memory.current", "inactive_file ")
-                       : cgroup_room("/sys/fs/cgroup/memory" + path, "/memory.limit_in_bytes", "/memory.usage_in_bytes",
-                                     "total_inactive_file ");
-      least = std::min(least, room);
-      if (path.empty()) break;
-      path.erase(path.rfind('/') == std::string::npos ? 0 : path.rfind('/'));
-    }
-  }
-  return least;
-}
-
 }  // namespace
-
-size_t memory_available() {
-  size_t kib = field_of("/proc/meminfo", "MemAvailable:");
-  size_t machine = kib == SIZE_MAX ? SIZE_MAX : kib * 1024;
-  return std::min(machine, cgroup_available());
-}
 
 size_t Heap::size_class(size_t bytes) {
   // Four classes per doubling: at most a fifth is lost to rounding, and a tensor freed fits the next of its kind.
@@ -104,41 +50,36 @@ size_t Heap::size_class(size_t bytes) {
 }
 
 std::shared_ptr<Heap> Heap::create(Failure& failure) {
-  int fd = static_cast<int>(memfd_create("unisono", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (fd < 0) {
+  Fd fd(static_cast<int>(memfd_create("unisono", MFD_CLOEXEC | MFD_ALLOW_SEALING)));
+  if (!fd) {
     fail(failure, Code::system, system_error("memfd_create"));
     return nullptr;
   }
-  size_t capacity = heap_capacity();
-  bool ok = fchmod(fd, 0600) == 0 && ftruncate(fd, static_cast<off_t>(capacity)) == 0 &&
-            fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0;
+  const size_t capacity = heap_capacity();
+  const bool ok = fchmod(fd.get(), 0600) == 0 && ftruncate(fd.get(), static_cast<off_t>(capacity)) == 0 &&
+                  fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0;
   if (!ok) {
     fail(failure, Code::system, system_error("cannot size and seal the heap"));
-    close(fd);
     return nullptr;
   }
   std::shared_ptr<Heap> heap(new Heap);
-  heap->fd_ = fd;
   heap->token_ = random_token();
-  heap->mapping_ = Mapping::map(fd, capacity, failure);
+  heap->mapping_ = Mapping::map(std::move(fd), capacity, failure);
   if (!heap->mapping_) return nullptr;
   if (!heap->grow(kGrowth, failure)) return nullptr;
   heap->color_ = heap->token_.a % (kPage / kAlign) * kAlign;
   heap->pages_.erase(0);
   heap->pages_.insert(kPage, heap->top_ - kPage);  // the first page holds the header and the activities
   auto* header = reinterpret_cast<HeapHeader*>(heap->base());
-  *header = {HeapHeader::kMagic, kLayoutVersion, heap->token_, capacity, static_cast<uint64_t>(getpid())};
+  *header = {HeapHeader::kMagic, kLayoutVersion, heap->token_, capacity};
   std::lock_guard lock(heaps_mutex);
   heaps.push_back(heap.get());
   return heap;
 }
 
 Heap::~Heap() {
-  {
-    std::lock_guard lock(heaps_mutex);
-    std::erase(heaps, this);
-  }
-  if (fd_ >= 0) close(fd_);
+  std::lock_guard lock(heaps_mutex);
+  std::erase(heaps, this);
 }
 
 std::shared_ptr<Heap> process_heap(Failure& failure) {
@@ -166,24 +107,22 @@ void Heap::before_fork() {
   if (bytes > fork_copy_max.load(std::memory_order_relaxed)) return;
   if (bytes > kSlack && bytes + kSlack > memory_available()) return;
   for (Heap* heap : heaps) {
-    void* copy = mmap(nullptr, heap->top_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (copy == MAP_FAILED) continue;
-    heap->copy_ = static_cast<std::byte*>(copy);
-    for (auto [offset, size] : heap->live_) std::memcpy(heap->copy_ + offset, heap->base() + offset, size);
+    heap->copy_ = Pages(heap->top_);
+    if (!heap->copy_) continue;
+    for (auto [offset, size] : heap->live_) std::memcpy(heap->copy_.get() + offset, heap->base() + offset, size);
   }
 }
 
 void Heap::after_fork_in_parent() {
   for (Heap* heap : heaps) {
-    if (heap->copy_) munmap(std::exchange(heap->copy_, nullptr), heap->top_);
+    heap->copy_.reset();
     heap->mutex_.unlock();
   }
 }
 
 void Heap::after_fork_in_child() {
   for (Heap* heap : heaps) {
-    if (heap->copy_) heap->mapping_->replace(std::exchange(heap->copy_, nullptr), heap->top_);
-    close(std::exchange(heap->fd_, -1));
+    if (heap->copy_) heap->mapping_->replace(std::move(heap->copy_));
     heap->mutex_.unlock();
   }
   heaps.clear();  // a child of this child gets what is here now by fork itself
@@ -207,7 +146,7 @@ bool Heap::grow(size_t bytes, Failure& failure) {
     }
   }
   int rc;
-  do rc = fallocate(fd_, 0, static_cast<off_t>(top_), static_cast<off_t>(more));
+  do rc = fallocate(fd(), 0, static_cast<off_t>(top_), static_cast<off_t>(more));
   while (rc != 0 && errno == EINTR);
   if (rc != 0) {
     fail(failure, Code::no_memory, system_error(("cannot reserve " + std::to_string(more) + " bytes").c_str()));
@@ -325,7 +264,7 @@ std::map<size_t, size_t>::iterator Heap::find_live(const void* p) {
 }
 
 void Heap::release(void* p) {
-  if (generation_ != fork_generation()) return;
+  if (is_of_parent()) return;
   std::lock_guard lock(mutex_);
   auto found = find_live(p);
   if (found == live_.end()) return;
@@ -364,7 +303,7 @@ bool Heap::detach(const void* p, size_t bytes) {
     // A private mapping of the same pages: they look the same until they are written. The write below, which changes
     // nothing, has the kernel copy each of them; a write of another thread comes before or after that, never in
     // between.
-    if (mmap(base() + begin, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd_,
+    if (mmap(base() + begin, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd(),
              static_cast<off_t>(begin)) == MAP_FAILED)
       return false;
     madvise(base() + begin, length, MADV_DONTDUMP);
@@ -377,7 +316,7 @@ bool Heap::detach(const void* p, size_t bytes) {
     const size_t inside = std::max(begin, round_up(at, kPage));
     const size_t outside = std::min(begin + length, (at + bytes) / kPage * kPage);
     if (inside < outside)
-      fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(inside),
+      fallocate(fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(inside),
                 static_cast<off_t>(outside - inside));
   }
   return true;
@@ -410,47 +349,9 @@ std::byte* Heap::take_line(Failure& failure) {
 }
 
 void Heap::give_line(std::byte* line) {
-  if (generation_ != fork_generation()) return;
+  if (is_of_parent()) return;
   std::lock_guard lock(mutex_);
   lines_.push_back(line);
-}
-
-int Heap::begin_activity(const Waiting& what) {
-  uint32_t used = activities_.load(std::memory_order_relaxed);
-  int number;
-  do {
-    number = std::countr_one(used);
-    if (static_cast<size_t>(number) >= kActivities) return -1;  // as many threads wait already: not told
-  } while (!activities_.compare_exchange_weak(used, used | 1u << number, std::memory_order_acquire));
-  Activity& line = reinterpret_cast<Activity*>(base() + kActivitiesAt)[number];
-  const uint64_t stamp = line.stamp.load(std::memory_order_relaxed);
-  line.stamp.store(stamp | 1, std::memory_order_relaxed);
-  fence(std::memory_order_release);  // pairs with the fence in read_activities: odd before the rest
-  copy_words(&line.what, &what, sizeof what);
-  line.stamp.store((stamp | 1) + 1, std::memory_order_release);
-  return number;
-}
-
-void Heap::end_activity(int number) {
-  if (number < 0) return;
-  Activity& line = reinterpret_cast<Activity*>(base() + kActivitiesAt)[number];
-  line.stamp.store(line.stamp.load(std::memory_order_relaxed) | 1, std::memory_order_relaxed);
-  activities_.fetch_and(~(1u << number), std::memory_order_release);
-}
-
-std::vector<Waiting> Heap::read_activities(const std::byte* base) {
-  std::vector<Waiting> found;
-  for (size_t i = 0; i < kActivities; i++) {
-    const Activity& line = reinterpret_cast<const Activity*>(base + kActivitiesAt)[i];
-    const uint64_t before = line.stamp.load(std::memory_order_acquire);
-    Waiting what;
-    copy_words(&what, &line.what, sizeof what);
-    fence(std::memory_order_acquire);
-    if (before == 0 || before % 2 || line.stamp.load(std::memory_order_relaxed) != before) continue;
-    what.group[sizeof what.group - 1] = 0;
-    found.push_back(what);
-  }
-  return found;
 }
 
 Heap::Usage Heap::usage() {

@@ -21,7 +21,10 @@
 #include <vector>
 
 #include "base/fork.h"
-#include "group/control.h"
+#include "base/pages.h"
+#include "base/shared.h"
+#include "memory/activity.h"
+#include "memory/limits.h"
 #include "memory/region.h"
 
 namespace unisono {
@@ -46,16 +49,15 @@ class Heap {
   void give_line(std::byte* line);
 
   // Says what a thread of this process waits for, where peers can read it; `end_activity` takes the number back.
-  int begin_activity(const Waiting& what);
-  void end_activity(int number);
-  // What the threads of the process whose heap lies at `base` wait for.
-  static std::vector<Waiting> read_activities(const std::byte* base);
+  int begin_activity(const Waiting& what) { return activities_.begin(base(), what); }
+  void end_activity(int number) { activities_.end(base(), number); }
 
   std::byte* base() const { return mapping_->base(); }
   size_t capacity() const { return mapping_->capacity(); }
   const Token& token() const { return token_; }
-  int fd() const { return fd_; }
+  int fd() const { return mapping_->fd(); }  // -1 in a forked child
   bool holds(const void* p) const { return mapping_->holds(p); }
+  bool is_of_parent() const { return generation_ != fork_generation(); }  // this process is a forked child
   std::shared_ptr<Mapping> mapping() const { return mapping_; }
 
   struct Usage {
@@ -90,7 +92,6 @@ class Heap {
   std::mutex mutex_;
   std::shared_ptr<Mapping> mapping_;
   Token token_;
-  int fd_ = -1;
   int generation_ = fork_generation();
   size_t top_ = 0;  // everything below is reserved
   size_t in_use_ = 0;
@@ -103,11 +104,23 @@ class Heap {
   // Small blocks given back, by size in units of kAlign, to be handed out again without a search or an allocation.
   std::array<std::vector<std::map<size_t, size_t>::node_type>, 32> spare_;
   std::map<size_t, size_t> detached_;  // offset -> bytes, in whole pages
+  // Raised by detach with release before it takes a page away, read with acquire without the lock: whoever finds the
+  // number it knows may use the memory; whoever finds another one asks under the lock which pages are gone.
   std::atomic<uint64_t> detachments_{0};
-  std::vector<std::byte*> lines_;        // free ones
-  std::atomic<uint32_t> activities_{0};  // a bit for each number in use
-  std::byte* copy_ = nullptr;  // while this process is forked: the first top_ bytes, as far as they are in use
+  std::vector<std::byte*> lines_;  // free ones
+  Activities activities_;
+  Pages copy_;  // while this process is forked: the first top_ bytes, as far as they are in use
 };
+
+// Memory of a heap that is given back with its owner, which the heap must outlive.
+struct HeapRelease {
+  Heap* heap = nullptr;
+  void operator()(std::byte* p) const { heap->release(p); }
+};
+using HeapMemory = std::unique_ptr<std::byte, HeapRelease>;
+inline HeapMemory take_memory(Heap& heap, size_t bytes, Failure& failure) {
+  return {static_cast<std::byte*>(heap.allocate(bytes, failure)), HeapRelease{&heap}};
+}
 
 // The heap that tensors of this process are made in; a forked child starts one of its own.
 std::shared_ptr<Heap> process_heap(Failure& failure);
@@ -117,9 +130,5 @@ bool is_reachable(const void* p, size_t bytes);
 
 // The most bytes in use that are copied for a forked child.
 void set_fork_copy_max(size_t bytes);
-
-// Bytes this process may still take without being refused or killed: least of MemAvailable and every cgroup
-// limit above it. SIZE_MAX where nothing says.
-size_t memory_available();
 
 }  // namespace unisono

@@ -1,5 +1,4 @@
-// See region.h. The slot table is guarded by one mutex; it is taken when groups come and go, never in a call,
-// except by `mapping_of`, which Python asks when it makes a tensor of peer memory.
+// See region.h. The slot table is guarded by one mutex; it is taken when groups come and go, never in a call.
 #include "memory/region.h"
 
 #include <fcntl.h>
@@ -37,7 +36,6 @@ struct Region {
   size_t capacity = 0;  // most bytes of one heap
   size_t stride = 0;    // between two slots
   size_t slots = 0;
-  std::vector<std::weak_ptr<Mapping>> taken;
   std::vector<Mapping*> live;  // for the fork handler, which may not lock a weak_ptr
   std::vector<bool> used;
   std::map<Token, std::weak_ptr<Mapping>> peers;
@@ -49,9 +47,16 @@ ForkMutex region_mutex(ForkOrder::region, [] {
     if (mapping) mapping->make_private();
   region.peers.clear();
 });
+// Set once by open_region and read by in_region: `region_begin` with release and acquire publishes `region_bytes`,
+// which is stored before it and can therefore be relaxed.
 std::atomic<std::byte*> region_begin{nullptr};
 std::atomic<size_t> region_bytes{0};
 size_t wanted_capacity = 0;
+
+// What was mapped there goes; the addresses stay the region's.
+void clear_slot(std::byte* at, size_t bytes) {
+  mmap(at, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+}
 
 size_t default_capacity() {
   // A heap cannot usefully hold more than the machine has; a little above it keeps powers of two simple.
@@ -80,7 +85,6 @@ bool open_region(Failure& failure) {
   region.capacity = capacity;
   region.stride = stride;
   region.slots = slots;
-  region.taken.resize(slots);
   region.live.resize(slots);
   region.used.resize(slots);
   region_bytes.store(stride * slots, std::memory_order_relaxed);
@@ -111,7 +115,7 @@ void set_heap_capacity(size_t bytes) {
   wanted_capacity = std::bit_ceil(std::max<size_t>(bytes, size_t{1} << 24));
 }
 
-std::shared_ptr<Mapping> Mapping::map(int fd, size_t capacity, Failure& failure) {
+std::shared_ptr<Mapping> Mapping::map(Fd fd, size_t capacity, Failure& failure) {
   std::lock_guard lock(region_mutex);
   if (!open_region(failure)) return nullptr;
   if (capacity > region.capacity) {
@@ -127,31 +131,23 @@ std::shared_ptr<Mapping> Mapping::map(int fd, size_t capacity, Failure& failure)
     return nullptr;
   }
   std::byte* at = region.base + slot * region.stride;
-  if (mmap(at, capacity, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd, 0) == MAP_FAILED) {
+  if (mmap(at, capacity, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd.get(), 0) == MAP_FAILED) {
     fail(failure, Code::no_memory, system_error("cannot map a heap"));
     return nullptr;
   }
   madvise(at, capacity, MADV_HUGEPAGE);  // taken only where the machine allows huge shared pages
   madvise(at, capacity, MADV_DONTDUMP);
-  int kept = fcntl(fd, F_DUPFD_CLOEXEC, 3);
-  if (kept < 0) {
-    fail(failure, Code::system, system_error("cannot keep the descriptor of a heap"));
-    mmap(at, capacity, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-    return nullptr;
-  }
-  std::shared_ptr<Mapping> mapping(new Mapping(at, capacity, slot, kept));
+  std::shared_ptr<Mapping> mapping(new Mapping(at, capacity, slot, std::move(fd)));
   region.used[slot] = true;
-  region.taken[slot] = mapping;
   region.live[slot] = mapping.get();
   return mapping;
 }
 
 Mapping::~Mapping() {
   std::lock_guard lock(region_mutex);
-  mmap(base_, capacity_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  clear_slot(base_, capacity_);
   region.used[slot_] = false;
   region.live[slot_] = nullptr;
-  if (fd_ >= 0) close(fd_);
 }
 
 void Mapping::populate(const std::byte* p, size_t bytes) {
@@ -169,11 +165,11 @@ void Mapping::populate(const std::byte* p, size_t bytes) {
 }
 
 void Mapping::make_private() {
-  if (fd_ < 0) return;
+  if (!fd_) return;
   size_t begin = 0;
   auto hide = [&](size_t end) {
     if (begin < end)
-      mmap(base_ + begin, end - begin, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd_,
+      mmap(base_ + begin, end - begin, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd_.get(),
            static_cast<off_t>(begin));
   };
   for (auto [offset, bytes] : detached_) {
@@ -181,24 +177,21 @@ void Mapping::make_private() {
     begin = offset + bytes;
   }
   hide(capacity_);
-  close(fd_);
-  fd_ = -1;
+  fd_.reset();
 }
 
-void Mapping::replace(std::byte* copy, size_t bytes) {
-  if (mremap(copy, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, base_) == MAP_FAILED) {
-    munmap(copy, bytes);  // what make_private has left must do
-    return;
-  }
-  mmap(base_ + bytes, capacity_ - bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+void Mapping::replace(Pages copy) {
+  const size_t bytes = copy.bytes();
+  if (!copy.move_to(base_)) return;  // what make_private has left must do
+  clear_slot(base_ + bytes, capacity_ - bytes);
 }
 
-std::shared_ptr<Mapping> map_peer(const Token& token, int fd, size_t capacity, Failure& failure) {
+std::shared_ptr<Mapping> map_peer(const Token& token, Fd fd, size_t capacity, Failure& failure) {
   // Sealed before it is mapped: a file that can shrink would turn a later read into a SIGBUS. Only a memfd has seals.
   constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
   struct stat st;
-  const int seals = fcntl(fd, F_GET_SEALS);
-  if (seals < 0 || (seals & kSeals) != kSeals || fstat(fd, &st) != 0 || !S_ISREG(st.st_mode) ||
+  const int seals = fcntl(fd.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals || fstat(fd.get(), &st) != 0 || !S_ISREG(st.st_mode) ||
       static_cast<size_t>(st.st_size) != capacity || capacity < sizeof(HeapHeader)) {
     fail(failure, Code::system, "a peer sent a descriptor that is not a sealed heap of the size it named");
     return nullptr;
@@ -210,7 +203,7 @@ std::shared_ptr<Mapping> map_peer(const Token& token, int fd, size_t capacity, F
     if (found != region.peers.end()) mapping = found->second.lock();
   }
   if (mapping && mapping->capacity() == capacity) return mapping;
-  mapping = Mapping::map(fd, capacity, failure);
+  mapping = Mapping::map(std::move(fd), capacity, failure);
   if (!mapping) return nullptr;
   // Each word is read once: the peer can write while we compare.
   std::array<uint64_t, sizeof(HeapHeader) / sizeof(uint64_t)> words;
@@ -231,13 +224,6 @@ bool in_region(const void* p) {
   std::byte* begin = region_begin.load(std::memory_order_acquire);
   return begin &&
          static_cast<size_t>(static_cast<const std::byte*>(p) - begin) < region_bytes.load(std::memory_order_relaxed);
-}
-
-std::shared_ptr<Mapping> mapping_of(const void* p) {
-  if (!in_region(p)) return nullptr;
-  std::lock_guard lock(region_mutex);
-  size_t slot = static_cast<size_t>(static_cast<const std::byte*>(p) - region.base) / region.stride;
-  return region.used[slot] ? region.taken[slot].lock() : nullptr;
 }
 
 }  // namespace unisono

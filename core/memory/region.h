@@ -12,8 +12,12 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
+#include "base/fd.h"
+#include "base/pages.h"
 #include "base/status.h"
 
 namespace unisono {
@@ -33,8 +37,8 @@ struct HeapHeader {
   uint64_t layout;  // version of everything that lives in shared memory
   Token token;
   uint64_t capacity;
-  uint64_t pid;
 };
+static_assert(std::has_unique_object_representations_v<HeapHeader> && sizeof(HeapHeader) % sizeof(uint64_t) == 0);
 constexpr uint64_t kLayoutVersion = 1;
 
 // The most bytes one heap can hold, a power of two. Fixed at first use.
@@ -44,13 +48,14 @@ void set_heap_capacity(size_t bytes);  // before first use only; rounded up to a
 // A slot of the region with `fd` mapped into it; unmapped when the object goes.
 class Mapping {
  public:
-  static std::shared_ptr<Mapping> map(int fd, size_t capacity, Failure& failure);
+  static std::shared_ptr<Mapping> map(Fd fd, size_t capacity, Failure& failure);
   ~Mapping();
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
 
   std::byte* base() const { return base_; }
   size_t capacity() const { return capacity_; }
+  int fd() const { return fd_.get(); }
   bool holds(const void* p) const { return static_cast<size_t>(static_cast<const std::byte*>(p) - base_) < capacity_; }
   // Makes page-table entries for the whole megabytes inside [p, p + bytes) in one go instead of one fault a page.
   // Only for memory its owner has reserved. Cheap when already done.
@@ -59,29 +64,26 @@ class Mapping {
   void leave_private(size_t offset, size_t bytes) { detached_[offset] = bytes; }
   // In a forked child: writes stay private. A page the child has not written shows what the owner writes later.
   void make_private();
-  // In a forked child, after make_private: the first `bytes` are those at `copy` from now on, which is used up; there
-  // is nothing behind them.
-  void replace(std::byte* copy, size_t bytes);
+  // In a forked child, after make_private: `copy` is what the mapping begins with from now on, with nothing behind it.
+  void replace(Pages copy);
 
  private:
-  Mapping(std::byte* base, size_t capacity, size_t slot, int fd)
-      : base_(base), capacity_(capacity), slot_(slot), fd_(fd), populated_(capacity >> 20) {}
+  Mapping(std::byte* base, size_t capacity, size_t slot, Fd fd)
+      : base_(base), capacity_(capacity), slot_(slot), fd_(std::move(fd)), populated_(capacity >> 20) {}
   std::byte* base_;
   size_t capacity_;
   size_t slot_;
-  int fd_;
-  std::vector<std::atomic<uint8_t>> populated_;  // by megabyte; a hint, so relaxed
+  Fd fd_;  // none in a forked child
+  // By megabyte, set by whoever populates it, relaxed: a hint that publishes nothing.
+  std::vector<std::atomic<uint8_t>> populated_;
   std::map<size_t, size_t> detached_;  // offset -> bytes; changed and read under the heap's lock, or in a fork
 };
 
 // The peer heap with this token, mapped at most once per process however many groups know it.
-std::shared_ptr<Mapping> map_peer(const Token& token, int fd, size_t capacity, Failure& failure);
+std::shared_ptr<Mapping> map_peer(const Token& token, Fd fd, size_t capacity, Failure& failure);
 
 // True if `p` lies in any heap this process can see.
 bool in_region(const void* p);
-
-// The mapping that holds `p`, alive for as long as the result is; null outside every heap.
-std::shared_ptr<Mapping> mapping_of(const void* p);
 
 std::string system_error(const char* what);  // "what: strerror"
 

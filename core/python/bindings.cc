@@ -165,10 +165,10 @@ void add_classes(nb::module_& m) {
       .def("offset_of", &Communicator::offset_of)
       .def("peer_bytes", &Communicator::peer_bytes);
 
-  nb::class_<Listener>(m, "Listener")
+  nb::class_<ListenerBinding>(m, "Listener")
       .def(nb::init<>())
-      .def_prop_ro("name", &Listener::name)
-      .def("join", &Listener::join, "rank"_a, "size"_a, "group"_a, "nonce"_a, "id"_a, "timeout_s"_a, "names"_a,
+      .def_prop_ro("name", &ListenerBinding::name)
+      .def("join", &ListenerBinding::join, "rank"_a, "size"_a, "group"_a, "nonce"_a, "id"_a, "timeout_s"_a, "names"_a,
            "limit_s"_a = nb::none());
 }
 

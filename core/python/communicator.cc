@@ -7,7 +7,7 @@
 
 #include "group/join.h"
 #include "group/retire.h"
-#include "kernels/finish.h"
+#include "kernels/epilogue.h"
 #include "python/tensors.h"
 
 namespace unisono {
@@ -235,21 +235,21 @@ void Communicator::matmul_reduce(nb::handle products, nb::handle output, nb::han
         {.rule = Rule::own_elements, .argument = "output", .expected = nb::int_(wanted), .got = nb::int_(out.count)});
   if (!residual.is_none() && (extra.count != out.count || extra.dtype != out.dtype))
     refuse({.rule = Rule::like, .argument = "residual", .other = "output"});
-  if (!finishing_exists(in.dtype, out.dtype, reduction)) refuse_reduction(reduction, output);
+  if (!epilogue_exists(in.dtype, out.dtype, reduction)) refuse_reduction(reduction, output);
   if (size_ > 1) {
     expect_shared(in, "products");
     expect_shared(out, "output");
     if (counts) expect_shared(extra, "residual");
   }
-  Finish finish;
-  finish.out = out.dtype;
-  finish.scale = scale;
-  finish.out_count = out.count;
-  finish.hash = hash;
-  finish.has_residual = !residual.is_none();
-  finish.residual = extra.data;
-  finish.counts = counts ? counts->data() : nullptr;
-  finish.spans = counts ? counts->size() : 0;
+  Epilogue epilogue;
+  epilogue.out = out.dtype;
+  epilogue.scale = scale;
+  epilogue.out_count = out.count;
+  epilogue.hash = hash;
+  epilogue.has_residual = !residual.is_none();
+  epilogue.residual = extra.data;
+  epilogue.counts = counts ? counts->data() : nullptr;
+  epilogue.spans = counts ? counts->size() : 0;
   Call call;
   call.verb = Verb::matmul_reduce;
   call.dtype = in.dtype;
@@ -257,7 +257,7 @@ void Communicator::matmul_reduce(nb::handle products, nb::handle output, nb::han
   call.count = in.count;
   call.in = in.data;
   call.out = out.data;
-  call.finish = &finish;
+  call.epilogue = &epilogue;
   call.timeout_ns = call_timeout_ns(timeout_s);
   call.describe = [words] {
     nb::gil_scoped_acquire gil;
@@ -410,16 +410,16 @@ uint64_t Communicator::make_block(int size) {
   Failure failure;
   if (!group().usable(failure)) raise(failure);
   sweep_retired();
-  std::byte* block = Group::make_block(group().heap(), size, failure);
+  std::byte* block = unisono::make_block(group().heap(), size, failure).release();
   if (!block) raise(failure);
   return static_cast<uint64_t>(block - group().heap().base());
 }
 
 void Communicator::drop_block(uint64_t offset, int rank, nb::handle reason) {
-  std::byte* block = group().heap().base() + offset;
-  if (reason.is_none()) return Group::drop_block(group().heap(), block);
-  Group::refuse_block(block, rank, nb::cast<std::string>(reason));
-  group().drop_block_later(block);
+  BlockMemory block(group().heap().base() + offset, BlockRelease{&group().heap()});
+  if (reason.is_none()) return;
+  refuse_block(block.get(), rank, nb::cast<std::string>(reason));
+  group().keep(std::move(block));
 }
 
 std::unique_ptr<Communicator> Communicator::split(const std::vector<int>& members, const std::vector<size_t>& blocks,
@@ -428,7 +428,7 @@ std::unique_ptr<Communicator> Communicator::split(const std::vector<int>& member
   const GroupFacts& mine = group().facts();
   const int size = static_cast<int>(members.size());
   GroupFacts facts{rank, size, child, id, nanoseconds(timeout_s), mine.crowded, mine.cache_bytes};
-  auto engine = unisono::split(group(), members, blocks, facts, failure);
+  auto engine = Engine::open(unisono::split(group(), members, blocks, facts, failure));
   if (!engine) raise(failure);
   return std::make_unique<Communicator>(std::move(engine));
 }

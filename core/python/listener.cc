@@ -5,14 +5,14 @@
 
 namespace unisono {
 
-Listener::Listener() {
+ListenerBinding::ListenerBinding() {
   Failure failure;
   heap_ = process_heap(failure);
-  if (heap_) doorway_ = Doorway::open(failure);
-  if (!doorway_) raise(failure, "", -1);
+  if (heap_) listener_ = Listener::open(failure);
+  if (!listener_) raise(failure, "", -1);
 }
 
-std::unique_ptr<Communicator> Listener::join(int rank, int size, const std::string& group, nb::bytes nonce, uint64_t id,
+std::unique_ptr<Communicator> ListenerBinding::join(int rank, int size, const std::string& group, nb::bytes nonce, uint64_t id,
                                              double timeout_s, const std::vector<std::string>& names,
                                              std::optional<double> limit_s) {
   Token token;
@@ -24,7 +24,8 @@ std::unique_ptr<Communicator> Listener::join(int rank, int size, const std::stri
   std::shared_ptr<Engine> engine;
   {
     nb::gil_scoped_release release;
-    engine = doorway_->join(heap_, facts, token, names, nanoseconds(limit_s.value_or(timeout_s)), failure);
+    const int64_t limit_ns = nanoseconds(limit_s.value_or(timeout_s));
+    engine = Engine::open(listener_->join(heap_, facts, token, names, limit_ns, failure));
   }
   if (!engine) raise(failure, group, rank);
   return std::make_unique<Communicator>(std::move(engine));

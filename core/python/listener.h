@@ -14,10 +14,10 @@
 
 namespace unisono {
 
-class Listener {
+class ListenerBinding {
  public:
-  Listener();
-  const std::string& name() const { return doorway_->name(); }
+  ListenerBinding();
+  const std::string& name() const { return listener_->name(); }
   // Meets all ranks within `limit_s`, or the group's timeout if there is none. Once.
   std::unique_ptr<Communicator> join(int rank, int size, const std::string& group, nb::bytes nonce, uint64_t id,
                                      double timeout_s, const std::vector<std::string>& names,
@@ -25,7 +25,7 @@ class Listener {
 
  private:
   std::shared_ptr<Heap> heap_;
-  std::unique_ptr<Doorway> doorway_;
+  std::unique_ptr<Listener> listener_;
 };
 
 }  // namespace unisono

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "group/wait.h"
 #include "verbs/mover.h"
 
 namespace unisono {
@@ -76,136 +75,149 @@ Code Mover::copy_block(std::byte* to, const std::byte* from, size_t n, bool stre
   return Code::ok;
 }
 
-Code Mover::copy_to_all(bool& done) {
-  done = false;
-  size_t total = 0;
+// Everybody gets the same bytes, and every input and output of them is visible to all.
+bool Mover::all_see_all(size_t& total) const {
+  total = 0;
   for (int from = 0; from < size_; from++) {
     if (segment(from, me_) == 0) continue;
     total += bytes(segment(from, me_));
-    if (!source_place(from, me_)) return Code::ok;
+    if (!source_place(from, me_)) return false;
     for (int to = 0; to < size_; to++)
-      if (!target_place(from, to)) return Code::ok;
+      if (!target_place(from, to)) return false;
   }
-  if (total * static_cast<size_t>(size_ + 1) < g_.facts().cache_bytes) return Code::ok;
-  done = true;
-  const auto ranks = static_cast<size_t>(size_);
-  const size_t lo = total / 64 * static_cast<size_t>(me_) / ranks * 64;
-  const size_t hi = me_ + 1 == size_ ? total : total / 64 * static_cast<size_t>(me_ + 1) / ranks * 64;
-  std::vector<std::byte*> targets(ranks);
-  std::vector<void*> into(ranks);
+  return true;
+}
+
+Code Mover::copy_to_all(size_t total) {
+  const auto ranks = static_cast<size_t>(size_), self = static_cast<size_t>(me_);
+  const size_t lo = total / 64 * self / ranks * 64;
+  const size_t hi = self + 1 == ranks ? total : total / 64 * (self + 1) / ranks * 64;
   size_t begin = 0;
   for (int from = 0; from < size_; from++) {
-    size_t n = bytes(segment(from, me_));
-    size_t a = std::max(lo, begin), b = std::min(hi, begin + n);
-    if (a < b) {
-      const std::byte* source = segment_source(from, me_);
-      bool sound = source != nullptr;
-      for (int to = 0; to < size_; to++) {
-        targets[static_cast<size_t>(to)] = segment_target(from, to);
-        sound = sound && targets[static_cast<size_t>(to)];
-      }
-      if (!sound) return g_.break_with(c_, Code::system, "a rank published an impossible place", {from});
-      for (size_t at = a - begin; at < b - begin; at += kWorkBlock) {
-        size_t part = std::min(kWorkBlock, b - begin - at);
-        if (Code code = look(part * ranks); code != Code::ok) return code;
-        for (size_t to = 0; to < ranks; to++) into[to] = targets[to] + at;
-        copy_stream_to_all(into.data(), ranks, source + at, part);
-      }
-    }
+    const size_t n = bytes(segment(from, me_)), a = std::max(lo, begin), b = std::min(hi, begin + n);
+    if (a < b)
+      if (Code code = copy_range_to_all(from, a - begin, b - begin); code != Code::ok) return code;
     begin += n;
   }
   return leave();
 }
 
-Code Mover::copy_shared() {
-  if (c_.verb == Verb::all_gather || c_.verb == Verb::broadcast) {
-    bool done;
-    Code code = copy_to_all(done);
-    if (done) return code;
+// The bytes from begin to end of what comes from one rank.
+Code Mover::copy_range_to_all(int from, size_t begin, size_t end) {
+  const auto ranks = static_cast<size_t>(size_);
+  std::vector<std::byte*> targets(ranks);
+  std::vector<void*> into(ranks);
+  const std::byte* source = segment_source(from, me_);
+  bool sound = source != nullptr;
+  for (size_t to = 0; to < ranks; to++) {
+    targets[to] = segment_target(from, static_cast<int>(to));
+    sound = sound && targets[to];
   }
-  struct Segment {
-    int from, to;
-    size_t bytes;
-  };
-  std::vector<Segment> free;  // anyone may copy these
-  std::vector<size_t> load(static_cast<size_t>(size_));
-  std::vector<size_t> staged(static_cast<size_t>(size_));  // bytes of each rank's stream through its stage
-  auto at = [](std::vector<size_t>& v, int r) -> size_t& { return v[static_cast<size_t>(r)]; };
-  size_t total = 0, mine = 0;
-  const bool same_for_all = c_.verb == Verb::broadcast || c_.verb == Verb::all_gather || c_.verb == Verb::gather;
+  if (!sound) return g_.break_with(c_, Code::system, "a rank published an impossible place", {from});
+  for (size_t at = begin; at < end; at += kWorkBlock) {
+    const size_t part = std::min(kWorkBlock, end - at);
+    if (Code code = look(part * ranks); code != Code::ok) return code;
+    for (size_t to = 0; to < ranks; to++) into[to] = targets[to] + at;
+    copy_stream_to_all(into.data(), ranks, source + at, part);
+  }
+  return Code::ok;
+}
 
-  for (int to = 0; to < size_; to++)
-    for (int from = 0; from < size_; from++) {
-      size_t n = bytes(segment(from, to));
-      if (n == 0) continue;
-      Place source = source_place(from, to), target = target_place(from, to);
-      if (from == to) {
-        if (!source || source.word != target.word) {
-          at(load, to) += n;
-          total += n;
-        }
-      } else if (source && target) {
-        free.push_back({from, to, n});
-        total += n;
-      } else if (source || target) {
-        at(load, source ? to : from) += n;
-        total += n;
-      } else {
-        at(staged, from) = same_for_all ? n : at(staged, from) + n;
-      }
-    }
-  mine = at(load, me_);
-
-  // Deal: first to the receiver, up to a fair share; what is over goes to whoever has room.
+// Who copies what. The same on every rank but for `mine`.
+struct Mover::CopyPlan {
   struct Job {
     int from, to;
     size_t offset, bytes;
   };
-  std::vector<Job> jobs, over;
-  size_t share = total / static_cast<size_t>(size_) + 1;
-  auto give = [&](int worker, const Job& job) {
-    at(load, worker) += job.bytes;
-    if (worker == me_) jobs.push_back(job);
-  };
-  for (const Segment& s : free) {
-    size_t room = share > at(load, s.to) ? share - at(load, s.to) : 0;
-    size_t take = std::min(s.bytes, (room + 4095) / 4096 * 4096);
-    if (s.bytes - take < kLeastCut) take = s.bytes;
-    if (take) give(s.to, {s.from, s.to, 0, take});
-    if (take < s.bytes) over.push_back({s.from, s.to, take, s.bytes - take});
+  std::vector<Job> free;       // visible at both ends: anyone may copy these
+  std::vector<Job> mine;       // what this rank was dealt of them
+  std::vector<size_t> load;    // by rank: bytes to write
+  std::vector<size_t> staged;  // by rank: bytes of its stream through its stage
+  size_t total = 0;            // bytes that are written without a stage
+  bool stream = false;         // past the caches
+
+  size_t& load_of(int r) { return load[static_cast<size_t>(r)]; }
+  // What rank r still lacks of a fair share, in whole pages.
+  size_t room_of(int r) {
+    const size_t share = total / load.size() + 1;
+    return share > load_of(r) ? (share - load_of(r) + 4095) / 4096 * 4096 : 0;
   }
-  for (Job job : over)
+};
+
+Mover::CopyPlan Mover::plan_copies() const {
+  CopyPlan plan;
+  plan.load.resize(static_cast<size_t>(size_));
+  plan.staged.resize(static_cast<size_t>(size_));
+  for (int to = 0; to < size_; to++)
+    for (int from = 0; from < size_; from++) {
+      const size_t n = bytes(segment(from, to));
+      if (n == 0) continue;
+      const Place source = source_place(from, to), target = target_place(from, to);
+      if (from == to) {
+        if (source && source.word == target.word) continue;  // it is there already
+        plan.load_of(to) += n;
+      } else if (source && target) {
+        plan.free.push_back({from, to, 0, n});
+      } else if (source || target) {
+        plan.load_of(source ? to : from) += n;
+      } else {
+        size_t& stream = plan.staged[static_cast<size_t>(from)];
+        stream = is_same_for_all() ? n : stream + n;
+        continue;
+      }
+      plan.total += n;
+    }
+  return plan;
+}
+
+// First to the receiver, up to a fair share; what is over goes to whoever has room.
+void Mover::deal_out(CopyPlan& plan) const {
+  auto give = [&](int worker, const CopyPlan::Job& job) {
+    if (job.bytes == 0) return;
+    plan.load_of(worker) += job.bytes;
+    if (worker == me_) plan.mine.push_back(job);
+  };
+  size_t to_write = plan.load_of(me_);
+  std::vector<CopyPlan::Job> over;
+  for (const CopyPlan::Job& job : plan.free) {
+    size_t take = std::min(job.bytes, plan.room_of(job.to));
+    if (job.bytes - take < kLeastCut) take = job.bytes;
+    give(job.to, {job.from, job.to, 0, take});
+    if (take < job.bytes) over.push_back({job.from, job.to, take, job.bytes - take});
+  }
+  for (CopyPlan::Job job : over)
     for (int i = 0; i < size_ && job.bytes; i++) {
-      int worker = (job.from + i) % size_;
-      size_t room = share > at(load, worker) ? share - at(load, worker) : 0;
-      size_t take = i == size_ - 1 ? job.bytes : std::min(job.bytes, (room + 4095) / 4096 * 4096);
+      const int worker = (job.from + i) % size_;
+      size_t take = i == size_ - 1 ? job.bytes : std::min(job.bytes, plan.room_of(worker));
       if (job.bytes - take < kLeastCut) take = job.bytes;
-      if (take) give(worker, {job.from, job.to, job.offset, take});
+      give(worker, {job.from, job.to, job.offset, take});
       job.offset += take;
       job.bytes -= take;
     }
-  for (const Job& job : jobs) mine += job.bytes;
-  const bool stream = 2 * mine * static_cast<size_t>(size_) >= g_.facts().cache_bytes;
+  for (const CopyPlan::Job& job : plan.mine) to_write += job.bytes;
+  plan.stream = 2 * to_write * static_cast<size_t>(size_) >= g_.facts().cache_bytes;
+}
 
-  // What only this rank can do, then its share of the rest.
+// What only this rank can copy: from where others see it into its own memory, and from its own to where it sees theirs.
+Code Mover::copy_own(const CopyPlan& plan) {
+  auto copy = [&](int r, std::byte* target, const std::byte* source, size_t n) {
+    if (!source || !target)
+      return g_.break_with(c_, Code::system, "rank " + std::to_string(r) + " published an impossible place", {r});
+    return copy_block(target, source, n, plan.stream);
+  };
   for (int r = 0; r < size_; r++) {
-    if (size_t n = bytes(segment(r, me_)); n) {
-      bool pull = r == me_ ? !keeps_own_while_staging(staged) : source_place(r, me_) && !target_place(r, me_);
-      if (pull) {
-        const std::byte* source = segment_source(r, me_);
-        if (!source)
-          return g_.break_with(c_, Code::system, "rank " + std::to_string(r) + " published an impossible place", {r});
-        if (Code code = copy_block(segment_target(r, me_), source, n, stream); code != Code::ok) return code;
-      }
-    }
-    if (size_t n = bytes(segment(me_, r)); n && r != me_ && !source_place(me_, r) && target_place(me_, r)) {
-      std::byte* target = segment_target(me_, r);
-      if (!target)
-        return g_.break_with(c_, Code::system, "rank " + std::to_string(r) + " published an impossible place", {r});
-      if (Code code = copy_block(target, segment_source(me_, r), n, stream); code != Code::ok) return code;
-    }
+    const size_t in = bytes(segment(r, me_)), out = bytes(segment(me_, r));
+    const bool pull = r == me_ ? !keeps_own_while_staging(plan.staged) : source_place(r, me_) && !target_place(r, me_);
+    if (in && pull)
+      if (Code code = copy(r, segment_target(r, me_), segment_source(r, me_), in); code != Code::ok) return code;
+    if (out && r != me_ && !source_place(me_, r) && target_place(me_, r))
+      if (Code code = copy(r, segment_target(me_, r), segment_source(me_, r), out); code != Code::ok) return code;
   }
-  for (const Job& job : jobs) {
+  return Code::ok;
+}
+
+Code Mover::copy_dealt(const CopyPlan& plan) {
+  for (const CopyPlan::Job& job : plan.mine) {
     const std::byte* source = segment_source(job.from, job.to);
     std::byte* target = segment_target(job.from, job.to);
     if (!source || !target)
@@ -213,12 +225,10 @@ Code Mover::copy_shared() {
           c_, Code::system,
           "ranks " + std::to_string(job.from) + " and " + std::to_string(job.to) + " published an impossible place",
           {job.from, job.to});
-    if (Code code = copy_block(target + job.offset, source + job.offset, job.bytes, stream); code != Code::ok)
+    if (Code code = copy_block(target + job.offset, source + job.offset, job.bytes, plan.stream); code != Code::ok)
       return code;
   }
-  if (std::any_of(staged.begin(), staged.end(), [](size_t n) { return n > 0; }))
-    if (Code code = copy_staged(staged); code != Code::ok) return code;
-  return leave();
+  return Code::ok;
 }
 
 // All-gather: the rank's own copy of its input is made while that passes through the cache on its way to the stage.
@@ -226,88 +236,129 @@ bool Mover::keeps_own_while_staging(const std::vector<size_t>& staged) const {
   return c_.verb == Verb::all_gather && staged[static_cast<size_t>(me_)] > 0;
 }
 
-// Piece p of every stream moves in step p; a rank fills piece p before it takes the others' piece p - 1, so that
-// filling and taking overlap. Flags count pieces: `staged` says filled, `copied` says taken by this rank.
-Code Mover::copy_staged(const std::vector<size_t>& staged) {
-  const bool same_for_all = c_.verb == Verb::broadcast || c_.verb == Verb::all_gather || c_.verb == Verb::gather;
-  const uint64_t base = g_.pieces_;
-  size_t total = 0;
-  for (size_t n : staged) total += n;
-  g_.ask_gauge(c_, total);
-  if (!find_stages(*std::max_element(staged.begin(), staged.end())))
-    return g_.break_with(c_, Code::system, "a rank published an impossible stage", {});
-  const size_t piece = piece_;
-  uint64_t pieces = 0;
-  for (size_t n : staged) pieces = std::max<uint64_t>(pieces, (n + piece - 1) / piece);
-  const bool stream = 2 * total >= g_.facts().cache_bytes;
-  auto hidden = [&](int from, int to) {
-    return from != to && segment(from, to) && !source_place(from, to) && !target_place(from, to);
-  };
-  auto ring = [&](int r, uint64_t p) { return stage(static_cast<size_t>(r)).stream(p); };
+// Streams of hidden segments through the stages. Piece p of every stream moves in step p; a rank fills piece p before
+// it takes the others' piece p - 1, so that filling and taking overlap. Flags count pieces: `staged` says filled,
+// `copied` says taken by this rank.
+class Mover::StagedCopy {
+ public:
+  StagedCopy(Mover& mover, const std::vector<size_t>& staged)
+      : m_(mover), staged_(staged), same_for_all_(mover.is_same_for_all()), base_(mover.staging_.pieces) {}
+  Code run();
 
-  // Where in `from`'s stream the segment for `to` begins.
-  auto stream_begin = [&](int from, int to) {
-    size_t begin = 0;
-    for (int k = 0; !same_for_all && k < to; k++)
-      if (hidden(from, k)) begin += bytes(segment(from, k));
-    return begin;
-  };
-
-  const size_t mine = staged[static_cast<size_t>(me_)];
-  std::byte* own = keeps_own_while_staging(staged) ? segment_target(me_, me_) : nullptr;
-  for (uint64_t step = 0; step <= pieces; step++) {
-    if (step < pieces) {
-      size_t lo = step * piece, hi = std::min(mine, lo + piece);
-      if (lo < hi) {
-        if (step >= 2 * depth_)
-          if (Code code = g_.await(c_, Phase::copied, base + step - 2 * depth_ + 1); code != Code::ok) return code;
-        std::byte* slot = ring(me_, step);
-        int64_t began = now_ns();
-        for (int to = 0; to < size_; to++) {
-          if (!hidden(me_, to)) continue;
-          size_t begin = stream_begin(me_, to), end = begin + bytes(segment(me_, to));
-          size_t a = std::max(lo, begin), b = std::min(hi, end);
-          const std::byte* source = segment_source(me_, to) + (a - begin);
-          for (size_t done = 0; a < b && done < b - a; done += kTile) {
-            size_t part = std::min(kTile, b - a - done);
-            std::byte* into = slot + (a - lo) + done;
-            c_.past_caches ? copy_stream(into, source + done, part) : copy_bytes(into, source + done, part);
-            std::byte* own_at = own ? own + (a - begin) + done : nullptr;
-            if (own && own_at != source + done)
-              stream ? copy_stream(own_at, source + done, part) : copy_bytes(own_at, source + done, part);
-          }
-          if (same_for_all) break;
-        }
-        c_.worked_ns += now_ns() - began;
-        g_.staged_bytes_.fetch_add(hi - lo, std::memory_order_relaxed);
-        since_ += hi - lo;
-      }
-      g_.publish(g_.mine_.flag(Phase::staged), base + step + 1);
-    }
-    if (step == 0) continue;
-    uint64_t p = step - 1;
-    for (int k = 1; k < size_; k++) {
-      int from = (me_ + k) % size_;
-      if (!hidden(from, me_)) continue;
-      size_t begin = stream_begin(from, me_), end = begin + bytes(segment(from, me_));
-      size_t lo = p * piece;
-      size_t a = std::max(lo, begin), b = std::min(lo + piece, end);
-      if (a >= b) continue;
-      Flag& filled = g_.flag_of(from, Phase::staged, base + p + 1);
-      if (filled.load(std::memory_order_acquire) < base + p + 1)
-        if (Code code = g_.await_slow(c_, Phase::staged, base + p + 1, from, nullptr); code != Code::ok) return code;
-      std::byte* target = segment_target(from, me_) + (a - begin);
-      const std::byte* source = ring(from, p) + (a - lo);
-      int64_t began = now_ns();
-      stream ? copy_stream(target, source, b - a) : copy_bytes(target, source, b - a);
-      c_.worked_ns += now_ns() - began;
-      since_ += b - a;
-    }
-    g_.publish(g_.mine_.flag(Phase::copied), base + p + 1);
-    if (Code code = look(0); code != Code::ok) return code;
+ private:
+  Code fill(uint64_t p);
+  void fill_segment(int to, uint64_t p, size_t hi);
+  Code take(uint64_t p);
+  void publish(Phase phase, uint64_t p) { m_.g_.publish(m_.g_.mine().flag(phase), base_ + p + 1); }
+  bool hidden(int from, int to) const {
+    return from != to && m_.segment(from, to) && !m_.source_place(from, to) && !m_.target_place(from, to);
   }
-  end_stages(pieces);
+  std::byte* ring(int r, uint64_t p) const { return m_.stage(static_cast<size_t>(r)).stream(p); }
+  // Where in `from`'s stream the segment for `to` begins.
+  size_t stream_begin(int from, int to) const {
+    size_t begin = 0;
+    for (int k = 0; !same_for_all_ && k < to; k++)
+      if (hidden(from, k)) begin += m_.bytes(m_.segment(from, k));
+    return begin;
+  }
+
+  Mover& m_;
+  const std::vector<size_t>& staged_;  // by rank: bytes of its stream
+  const bool same_for_all_;
+  const uint64_t base_;  // pieces of earlier calls
+  bool stream_ = false;  // outputs past the caches
+  std::byte* own_ = nullptr;
+};
+
+// Puts piece p of this rank's stream into its stage.
+Code Mover::StagedCopy::fill(uint64_t p) {
+  const size_t lo = p * m_.piece_, hi = std::min(staged_[static_cast<size_t>(m_.me_)], lo + m_.piece_);
+  if (lo < hi) {
+    if (p >= 2 * m_.depth_)
+      if (Code code = m_.waiter_.await(m_.c_, Phase::copied, base_ + p - 2 * m_.depth_ + 1); code != Code::ok)
+        return code;
+    const int64_t began = now_ns();
+    for (int to = 0; to < m_.size_; to++) {
+      if (!hidden(m_.me_, to)) continue;
+      fill_segment(to, p, hi);
+      if (same_for_all_) break;
+    }
+    m_.c_.worked_ns += now_ns() - began;
+    m_.staging_.bytes.fetch_add(hi - lo, std::memory_order_relaxed);
+    m_.since_ += hi - lo;
+  }
+  publish(Phase::staged, p);
   return Code::ok;
+}
+
+// The part of the segment for `to` that lies in piece p, which ends at byte `hi` of the stream.
+void Mover::StagedCopy::fill_segment(int to, uint64_t p, size_t hi) {
+  const size_t lo = p * m_.piece_;
+  const size_t begin = stream_begin(m_.me_, to), end = begin + m_.bytes(m_.segment(m_.me_, to));
+  const size_t a = std::max(lo, begin), b = std::min(hi, end);
+  if (a >= b) return;
+  const std::byte* source = m_.segment_source(m_.me_, to) + (a - begin);
+  std::byte* into = ring(m_.me_, p) + (a - lo);
+  std::byte* own = own_ ? own_ + (a - begin) : nullptr;
+  const auto copy_in = m_.c_.past_caches ? copy_stream : copy_bytes, copy_own = stream_ ? copy_stream : copy_bytes;
+  for (size_t done = 0; done < b - a; done += kTile) {
+    const size_t part = std::min(kTile, b - a - done);
+    copy_in(into + done, source + done, part);
+    if (own && own != source) copy_own(own + done, source + done, part);
+  }
+}
+
+// Takes what is for this rank in piece p of the others' streams.
+Code Mover::StagedCopy::take(uint64_t p) {
+  const auto copy = stream_ ? copy_stream : copy_bytes;
+  for (int k = 1; k < m_.size_; k++) {
+    const int from = (m_.me_ + k) % m_.size_;
+    if (!hidden(from, m_.me_)) continue;
+    const size_t begin = stream_begin(from, m_.me_), end = begin + m_.bytes(m_.segment(from, m_.me_));
+    const size_t lo = p * m_.piece_;
+    const size_t a = std::max(lo, begin), b = std::min(lo + m_.piece_, end);
+    if (a >= b) continue;
+    if (Code code = m_.waiter_.await_rank(m_.c_, Phase::staged, base_ + p + 1, from); code != Code::ok) return code;
+    const int64_t began = now_ns();
+    copy(m_.segment_target(from, m_.me_) + (a - begin), ring(from, p) + (a - lo), b - a);
+    m_.c_.worked_ns += now_ns() - began;
+    m_.since_ += b - a;
+  }
+  publish(Phase::copied, p);
+  return m_.look(0);
+}
+
+Code Mover::StagedCopy::run() {
+  size_t total = 0;
+  for (size_t n : staged_) total += n;
+  m_.staging_.ask_gauge(m_.c_, total);
+  const size_t longest = *std::max_element(staged_.begin(), staged_.end());
+  if (!m_.find_stages(longest))
+    return m_.g_.break_with(m_.c_, Code::system, "a rank published an impossible stage", {});
+  const uint64_t pieces = (longest + m_.piece_ - 1) / m_.piece_;
+  stream_ = 2 * total >= m_.g_.facts().cache_bytes;
+  if (m_.keeps_own_while_staging(staged_)) own_ = m_.segment_target(m_.me_, m_.me_);
+  for (uint64_t step = 0; step <= pieces; step++) {
+    if (step < pieces)
+      if (Code code = fill(step); code != Code::ok) return code;
+    if (step > 0)
+      if (Code code = take(step - 1); code != Code::ok) return code;
+  }
+  m_.end_stages(pieces);
+  return Code::ok;
+}
+
+Code Mover::copy_shared() {
+  if (c_.verb == Verb::all_gather || c_.verb == Verb::broadcast)
+    if (size_t total; all_see_all(total) && total * static_cast<size_t>(size_ + 1) >= g_.facts().cache_bytes)
+      return copy_to_all(total);
+  CopyPlan plan = plan_copies();
+  deal_out(plan);
+  if (Code code = copy_own(plan); code != Code::ok) return code;
+  if (Code code = copy_dealt(plan); code != Code::ok) return code;
+  if (std::any_of(plan.staged.begin(), plan.staged.end(), [](size_t n) { return n > 0; }))
+    if (Code code = StagedCopy(*this, plan.staged).run(); code != Code::ok) return code;
+  return leave();
 }
 
 }  // namespace unisono

@@ -3,33 +3,8 @@
 
 #include <algorithm>
 #include <bit>
-#include <fstream>
-
-#include "group/wait.h"
 
 namespace unisono {
-
-size_t last_cache_bytes() {
-  static const size_t bytes = [] {
-    // What this processor shares, not what sysconf adds up over a whole socket.
-    size_t largest = 0;
-    for (int i = 0; i < 8; i++) {
-      std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(i) + "/size");
-      size_t n = 0;
-      char unit = 0;
-      if (file >> n) file >> unit;
-      largest = std::max(largest, unit == 'M' ? n << 20 : unit == 'K' ? n << 10 : n);
-    }
-    return largest ? largest : size_t{8} << 20;
-  }();
-  return bytes;
-}
-
-bool Mover::all_buffered() const {
-  for (int r = 0; r < size_; r++)
-    if (!buffered(r)) return false;
-  return true;
-}
 
 const std::byte* Mover::input(int r, int j, size_t count) const {
   if (r == me_) return c_.in_parts ? c_.in_parts[j].ptr : c_.in;
@@ -37,7 +12,7 @@ const std::byte* Mover::input(int r, int j, size_t count) const {
   if (!held(r)) return g_.resolve(d.has_table && entry(r, j).in_count ? entry(r, j).in : d.in, bytes(count));
   const std::byte* at = d.input == Holder::inlined ? d.payload
                         : d.input == Holder::slot  ? g_.peer(r).block.slot(c_.seq)
-                                                   : g_.rings_[static_cast<size_t>(r)] + d.turn;
+                                                   : requests_.ring(r) + d.turn;
   if (c_.verb == Verb::reduce_scatter) {
     for (int k = 0; k < j; k++) at += bytes(c_.in_parts[k].count);
   } else if (c_.verb == Verb::all_to_all || c_.verb == Verb::scatter) {
@@ -70,7 +45,7 @@ bool Mover::find_stages(size_t message, size_t least) {
   depth_ = SIZE_MAX;
   for (int r = 0; r < size_; r++) {
     Stage stage = {g_.peer(r).block.stage(), kStageBytes, piece_, 0};
-    if (in_ring(r)) stage = {g_.rings_[static_cast<size_t>(r)], kRingBytes, piece_, descriptor(r).turn / piece_};
+    if (in_ring(r)) stage = {requests_.ring(r), kRingBytes, piece_, descriptor(r).turn / piece_};
     if (!stage.base) return false;
     depth_ = std::min(depth_, stage.depth());
     stages_.push_back(stage);
@@ -79,17 +54,17 @@ bool Mover::find_stages(size_t message, size_t least) {
 }
 
 void Mover::end_stages(uint64_t pieces) {
-  g_.pieces_ += pieces;
-  g_.turn_ = (g_.turn_ / piece_ + pieces) * piece_ % kRingBytes;
+  staging_.pieces += pieces;
+  requests_.end_pieces(piece_, pieces);
 }
 
 Code Mover::leave() {
-  g_.publish(g_.mine_.flag(Phase::exit), c_.seq);
-  if (Code code = g_.await(c_, Phase::exit, c_.seq); code != Code::ok) return code;
+  g_.publish(g_.mine().flag(Phase::exit), c_.seq);
+  if (Code code = waiter_.await(c_, Phase::exit, c_.seq); code != Code::ok) return code;
   // A rank that was stopped here comes late: others that gave up this call after their own exit may have refilled what
   // it has just read. They say that they gave up before they touch it, and the fence keeps the look behind the reads.
   fence(std::memory_order_acquire);
-  return g_.given_up() ? g_.health(c_, [](int) { return false; }) : Code::ok;
+  return g_.given_up() ? waiter_.health(c_, [](int) { return false; }) : Code::ok;
 }
 
 Code Mover::look(size_t bytes) {
@@ -98,12 +73,11 @@ Code Mover::look(size_t bytes) {
   if (since_ < thorough && !g_.given_up()) return Code::ok;
   since_ = 0;
   // A peer that has passed its exit owes nothing any more.
-  return g_.health(c_,
-                   [&](int r) { return g_.flag_of(r, Phase::exit, c_.seq).load(std::memory_order_acquire) < c_.seq; });
+  return waiter_.health(c_, [&](int r) { return !g_.has_reached(r, Phase::exit, c_.seq); });
 }
 
 Code Mover::run() {
-  const bool buffered = all_buffered();
+  const bool buffered = requests_.all_buffered();
   const int64_t began = buffered && c_.gauged ? now_ns() : 0;
   Code code;
   switch (c_.verb) {
@@ -115,20 +89,20 @@ Code Mover::run() {
       code = buffered ? reduce_buffered() : reduce_shared();
       break;
     case Verb::matmul_reduce:
-      code = buffered ? finish_buffered() : finish_shared();
+      code = buffered ? fused_buffered() : fused_shared();
       break;
     default:
       code = buffered ? copy_buffered() : copy_shared();
   }
   if (!c_.gauged) return code;
   if (buffered) c_.worked_ns += now_ns() - began;
-  g_.gauge_.note(c_.verb, c_.gauged, c_.past_caches, c_.worked_ns);
+  staging_.gauge.note(c_.verb, c_.gauged, c_.past_caches, c_.worked_ns);
   return code;
 }
 
 Code Mover::run_alone() {
   if (c_.verb == Verb::barrier) return Code::ok;
-  if (c_.verb == Verb::matmul_reduce) return finish_alone();
+  if (c_.verb == Verb::matmul_reduce) return fused_alone();
   const std::byte* from = input(0, 0, c_.count);
   std::byte* to = output(0, 0, c_.count);
   size_t count = c_.in_parts ? c_.in_parts[0].count : c_.count;

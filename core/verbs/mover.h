@@ -7,8 +7,8 @@
 // neither side goes through the stage in pieces.
 #pragma once
 
-#include "group/group.h"
 #include "kernels/reduce.h"
+#include "verbs/collectives.h"
 
 namespace unisono {
 
@@ -16,7 +16,14 @@ constexpr size_t kWorkBlock = 512 << 10;  // bytes between two looks
 
 class Mover {
  public:
-  Mover(Group& group, Call& call) : g_(group), c_(call), size_(group.size()), me_(group.rank()) {}
+  Mover(Group& group, Waiter& waiter, Requests& requests, Staging& staging, Call& call)
+      : g_(group),
+        waiter_(waiter),
+        requests_(requests),
+        staging_(staging),
+        c_(call),
+        size_(group.size()),
+        me_(group.rank()) {}
   Code run();
   Code run_alone();  // one rank: no descriptors, no peers
 
@@ -24,12 +31,11 @@ class Mover {
   // What a rank published, or holds itself. Part j of a single-part tensor is the tensor.
   const std::byte* input(int r, int j, size_t count) const;
   std::byte* output(int r, int j, size_t count) const;
-  const Request& descriptor(int r) const { return g_.requests_[static_cast<size_t>(r)]; }
-  const TableEntry& entry(int r, int j) const { return g_.tables_[static_cast<size_t>(r * size_ + j)]; }
+  const Request& descriptor(int r) const { return requests_.of(r); }
+  const TableEntry& entry(int r, int j) const { return requests_.entry(r, j); }
   bool buffered(int r) const { return descriptor(r).input != Holder::place; }
   // Whether the input is held in a line or slot, where all ranks see it.
   bool held(int r) const { return buffered(r) && descriptor(r).input != Holder::kept; }
-  bool all_buffered() const;
   size_t bytes(size_t count) const { return count * element_; }
   // For a message of so many bytes, and pieces of at least so many. False: a rank published an impossible stage.
   bool find_stages(size_t message, size_t least = 0);
@@ -37,15 +43,25 @@ class Mover {
   const Stage& stage(size_t r) const { return stages_[r]; }
   Code leave();  // step 6
   // Before the next block of long work, after so many bytes of it: has anything happened? A rank that was given up
-  // must see it before it writes to the others' tensors again (Group::withdraw).
+  // must see it before it writes to the others' tensors again (Collectives::withdraw).
   Code look(size_t bytes);
 
-  // copy_verbs.cc: broadcast, all_gather, gather, scatter, all_to_all
+  // copy.cc: broadcast, all_gather, gather, scatter, all_to_all
   Code copy_buffered();
   Code copy_shared();
-  Code copy_to_all(bool& done);
+  bool all_see_all(size_t& total) const;
+  Code copy_to_all(size_t total);
+  Code copy_range_to_all(int from, size_t begin, size_t end);
+  struct CopyPlan;
+  class StagedCopy;
+  CopyPlan plan_copies() const;
+  void deal_out(CopyPlan& plan) const;
+  Code copy_own(const CopyPlan& plan);
+  Code copy_dealt(const CopyPlan& plan);
+  bool is_same_for_all() const {
+    return c_.verb == Verb::broadcast || c_.verb == Verb::all_gather || c_.verb == Verb::gather;
+  }
   bool keeps_own_while_staging(const std::vector<size_t>& staged) const;
-  Code copy_staged(const std::vector<size_t>& staged);
   Place source_place(int from, int to) const;
   Place target_place(int from, int to) const;
   size_t segment(int from, int to) const;                   // elements that go from one rank to another
@@ -53,19 +69,23 @@ class Mover {
   std::byte* segment_target(int from, int to) const;
   Code copy_block(std::byte* to, const std::byte* from, size_t bytes, bool stream);
 
-  // reduce_verbs.cc: all_reduce, reduce, reduce_scatter
+  // reduce.cc: all_reduce, reduce, reduce_scatter
   struct Span;
+  class SharedReduction;
   Code reduce_buffered();
   Code reduce_shared();
 
-  // fused_verbs.cc: matmul_reduce
+  // fused.cc: matmul_reduce
   struct Share;
   std::vector<Share> spans() const;
-  Code finish_alone();
-  Code finish_buffered();
-  Code finish_shared();
+  Code fused_alone();
+  Code fused_buffered();
+  Code fused_shared();
 
   Group& g_;
+  Waiter& waiter_;
+  Requests& requests_;
+  Staging& staging_;
   Call& c_;
   const int size_;
   const int me_;
@@ -75,8 +95,5 @@ class Mover {
   uint64_t depth_ = 0;  // pieces that every stage can hold, going in or coming out
   size_t since_ = 0;    // bytes moved since the last thorough look
 };
-
-// Non-temporal stores pay when what a call reads and writes, on all ranks, does not fit this anyway.
-size_t last_cache_bytes();
 
 }  // namespace unisono

@@ -13,7 +13,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "group/wait.h"
 #include "verbs/mover.h"
 
 namespace unisono {
@@ -51,182 +50,248 @@ struct Mover::Span {
   }
 };
 
-Code Mover::reduce_shared() {
-  const auto ranks = static_cast<size_t>(size_);
-  const size_t grain = std::max<size_t>(1, 64 / element_);  // cut where cache lines end
-  std::vector<Span> spans;
-  if (c_.verb == Verb::reduce_scatter)
-    for (int r = 0; r < size_; r++) spans.push_back({c_.in_parts[r].count, r});
-  else
-    spans.push_back({c_.count, c_.verb == Verb::reduce ? c_.root : -1});
-  size_t total = 0;
-  for (const Span& s : spans) total += s.count;
+// One call whose elements are worked off in shares. Steps: find where everything is, cut it into pieces, then reduce
+// the one piece or run the pipeline.
+class Mover::SharedReduction {
+ public:
+  explicit SharedReduction(Mover& mover);
+  Code run();
 
-  // Addresses of every span's input on every rank and of the outputs, null where hidden from this rank; and whether
-  // they are hidden from others, which every rank must see alike.
-  std::vector<const std::byte*> in(spans.size() * ranks);
-  std::vector<std::byte*> out(spans.size() * ranks);
-  std::vector<uint8_t> in_hidden(ranks), out_hidden(ranks);
-  for (int r = 0; r < size_; r++) {
-    const Request& d = descriptor(r);
-    for (size_t s = 0; s < spans.size(); s++) {
-      const size_t n = spans[s].count;
-      const int j = static_cast<int>(s);
-      if (n == 0) continue;
-      in[s * ranks + static_cast<size_t>(r)] = input(r, j, n);
-      if (!held(r) && !(d.has_table && entry(r, j).in_count ? entry(r, j).in : d.in))
-        in_hidden[static_cast<size_t>(r)] = 1;
-      if (spans[s].dest == -1 || spans[s].dest == r) {
-        out[s * ranks + static_cast<size_t>(r)] = output(r, 0, n);
-        if (!d.out) out_hidden[static_cast<size_t>(r)] = 1;
-      }
-    }
+ private:
+  Code find_places();
+  Code plan_pieces();
+  void copy_in(uint64_t p);
+  Code reduce_piece(uint64_t p);
+  void reduce_block(uint64_t p, size_t span, size_t element, size_t at, size_t count);
+  void copy_out(uint64_t p);
+  Code run_pipeline();
+  Code step_in(uint64_t p);
+  Code step_reduce(uint64_t p);
+  Code step_out(uint64_t p);
+
+  size_t bytes(size_t count) const { return m_.bytes(count); }
+  bool takes(size_t span, size_t r) const {
+    return spans_[span].dest == -1 || spans_[span].dest == static_cast<int>(r);
   }
-  for (size_t s = 0; s < spans.size(); s++)
-    for (size_t r = 0; r < ranks; r++) {
-      bool takes = spans[s].dest == -1 || spans[s].dest == static_cast<int>(r);
-      if (spans[s].count && ((!in[s * ranks + r] && !in_hidden[r]) || (takes && !out[s * ranks + r] && !out_hidden[r])))
-        return g_.break_with(c_, Code::system, "rank " + std::to_string(r) + " published an impossible place",
-                             {static_cast<int>(r)});
-    }
-  const bool any_in = std::count(in_hidden.begin(), in_hidden.end(), 1) > 0;
-  const bool any_out = std::count(out_hidden.begin(), out_hidden.end(), 1) > 0;
-  const bool staged = any_in || any_out;
-  if (staged) g_.ask_gauge(c_, bytes(total));
-  if (!find_stages(bytes(total), spans.size() * 8 * 64))
-    return g_.break_with(c_, Code::system, "a rank published an impossible stage", {});
-  const size_t room = piece_ / element_ - spans.size() * 2 * grain;
-  const uint64_t pieces = staged ? (total + room - 1) / room : 1;
-  const uint64_t base = g_.pieces_;
-  const bool in_place = c_.in && c_.in == c_.out;
-  const bool stream = !in_place && bytes(total) * (ranks + 1) >= g_.facts().cache_bytes / 4 * 3;
-  std::vector<double> factors(ranks);
-  for (int r = 0; r < size_; r++)
-    factors[static_cast<size_t>(r)] = c_.op == RedOp::premul_sum ? descriptor(r).factor : 1;
-
-  // The range of a piece that rank r reduces, in elements from the piece's begin.
-  auto piece_count = [&](uint64_t p) {
+  const std::byte* in(size_t span, size_t r) const { return in_[span * ranks_ + r]; }
+  std::byte* out(size_t span, size_t r) const { return out_[span * ranks_ + r]; }
+  size_t piece_count(uint64_t p) const {
     size_t n = 0;
-    for (const Span& s : spans) n += s.begin(p + 1, pieces, grain) - s.begin(p, pieces, grain);
+    for (const Span& s : spans_) n += s.begin(p + 1, pieces_, grain_) - s.begin(p, pieces_, grain_);
     return n;
-  };
-  auto share = [&](size_t n, size_t r) { return r >= ranks ? n : n / grain * r / ranks * grain; };
-
+  }
+  // Where in a piece of n elements the share of rank r begins.
+  size_t share(size_t n, size_t r) const { return r >= ranks_ ? n : n / grain_ * r / ranks_ * grain_; }
   // Calls f(span, element in the span, element in the piece, count) for the part of piece p inside [lo, hi).
-  auto each = [&](uint64_t p, size_t lo, size_t hi, auto f) {
+  template <class F>
+  void each(uint64_t p, size_t lo, size_t hi, F f) const {
     size_t at = 0;
-    for (size_t s = 0; s < spans.size(); s++) {
-      size_t first = spans[s].begin(p, pieces, grain), n = spans[s].begin(p + 1, pieces, grain) - first;
+    for (size_t s = 0; s < spans_.size(); s++) {
+      size_t first = spans_[s].begin(p, pieces_, grain_), n = spans_[s].begin(p + 1, pieces_, grain_) - first;
       size_t a = std::max(lo, at), b = std::min(hi, at + n);
       if (a < b) f(s, first + (a - at), a, b - a);
       at += n;
     }
-  };
+  }
+  Code wait(Phase phase, uint64_t p, const std::vector<uint8_t>& who) {
+    return m_.waiter_.await(m_.c_, phase, base_ + p + 1, who.data());
+  }
+  void publish(Phase phase, uint64_t p) { m_.g_.publish(m_.g_.mine().flag(phase), base_ + p + 1); }
 
-  std::vector<const void*> src(ranks);
-  std::vector<void*> dst;
+  Mover& m_;
+  const size_t ranks_, self_;
+  const size_t grain_;  // elements: cut where cache lines end
+  std::vector<Span> spans_;
+  size_t total_ = 0;
+  // Addresses of every span's input on every rank and of the outputs, null where hidden from this rank; and whether
+  // they are hidden from others, which every rank must see alike.
+  std::vector<const std::byte*> in_;
+  std::vector<std::byte*> out_;
+  std::vector<uint8_t> in_hidden_, out_hidden_;
+  const std::vector<uint8_t> everyone_;
+  bool any_out_ = false;  // an output is hidden
+  bool staged_ = false;
+  bool stream_ = false;
+  uint64_t pieces_ = 1;
+  uint64_t base_ = 0;  // pieces of earlier calls
+  std::vector<double> factors_;
+  std::vector<const void*> src_;
+  std::vector<void*> dst_;
+};
+
+Mover::SharedReduction::SharedReduction(Mover& mover)
+    : m_(mover),
+      ranks_(static_cast<size_t>(mover.size_)),
+      self_(static_cast<size_t>(mover.me_)),
+      grain_(std::max<size_t>(1, 64 / mover.element_)),
+      in_hidden_(ranks_),
+      out_hidden_(ranks_),
+      everyone_(ranks_, 1),
+      factors_(ranks_, 1),
+      src_(ranks_) {
+  const Call& c = m_.c_;
+  if (c.verb == Verb::reduce_scatter)
+    for (int r = 0; r < m_.size_; r++) spans_.push_back({c.in_parts[r].count, r});
+  else
+    spans_.push_back({c.count, c.verb == Verb::reduce ? c.root : -1});
+  for (const Span& s : spans_) total_ += s.count;
+  in_.resize(spans_.size() * ranks_);
+  out_.resize(spans_.size() * ranks_);
+  if (c.op == RedOp::premul_sum)
+    for (int r = 0; r < m_.size_; r++) factors_[static_cast<size_t>(r)] = m_.descriptor(r).factor;
+}
+
+Code Mover::SharedReduction::find_places() {
+  for (size_t r = 0; r < ranks_; r++) {
+    const int who = static_cast<int>(r);
+    const Request& d = m_.descriptor(who);
+    for (size_t s = 0; s < spans_.size(); s++) {
+      const size_t n = spans_[s].count;
+      const int j = static_cast<int>(s);
+      if (n == 0) continue;
+      in_[s * ranks_ + r] = m_.input(who, j, n);
+      if (!m_.held(who) && !(d.has_table && m_.entry(who, j).in_count ? m_.entry(who, j).in : d.in)) in_hidden_[r] = 1;
+      if (!takes(s, r)) continue;
+      out_[s * ranks_ + r] = m_.output(who, 0, n);
+      if (!d.out) out_hidden_[r] = 1;
+    }
+  }
+  for (size_t s = 0; s < spans_.size(); s++)
+    for (size_t r = 0; r < ranks_; r++)
+      if (spans_[s].count && ((!in(s, r) && !in_hidden_[r]) || (takes(s, r) && !out(s, r) && !out_hidden_[r])))
+        return m_.g_.break_with(m_.c_, Code::system, "rank " + std::to_string(r) + " published an impossible place",
+                                {static_cast<int>(r)});
+  return Code::ok;
+}
+
+Code Mover::SharedReduction::plan_pieces() {
+  any_out_ = std::count(out_hidden_.begin(), out_hidden_.end(), 1) > 0;
+  staged_ = any_out_ || std::count(in_hidden_.begin(), in_hidden_.end(), 1) > 0;
+  if (staged_) m_.staging_.ask_gauge(m_.c_, bytes(total_));
+  if (!m_.find_stages(bytes(total_), spans_.size() * 8 * 64))
+    return m_.g_.break_with(m_.c_, Code::system, "a rank published an impossible stage", {});
+  const size_t room = m_.piece_ / m_.element_ - spans_.size() * 2 * grain_;
+  pieces_ = staged_ ? (total_ + room - 1) / room : 1;
+  base_ = m_.staging_.pieces;
+  const bool in_place = m_.c_.in && m_.c_.in == m_.c_.out;
+  stream_ = !in_place && bytes(total_) * (ranks_ + 1) >= m_.g_.facts().cache_bytes / 4 * 3;
+  return Code::ok;
+}
+
+void Mover::SharedReduction::copy_in(uint64_t p) {
+  if (!in_hidden_[self_]) return;
+  const size_t n = piece_count(p);
+  std::byte* into = m_.stage(self_).in(p);
+  const auto copy = m_.c_.past_caches ? copy_stream : copy_bytes;
+  auto put = [&](size_t s, size_t element, size_t at, size_t count) {
+    copy(into + bytes(at), in(s, self_) + bytes(element), bytes(count));
+    m_.staging_.bytes.fetch_add(bytes(count), std::memory_order_relaxed);
+  };
+  each(p, 0, share(n, self_), put);
+  each(p, share(n, self_ + 1), n, put);
+}
+
+Code Mover::SharedReduction::reduce_piece(uint64_t p) {
+  const size_t n = piece_count(p);
+  const size_t block = (any_out_ && m_.c_.past_caches ? kStagedBlock : kWorkBlock) / m_.element_;
   Code code = Code::ok;
-  const size_t self = static_cast<size_t>(me_);
+  each(p, share(n, self_), share(n, self_ + 1), [&](size_t s, size_t element, size_t at, size_t count) {
+    for (size_t done = 0; done < count && code == Code::ok; done += block) {
+      const size_t part = std::min(block, count - done);
+      code = m_.look(bytes(part) * ranks_);
+      if (code == Code::ok) reduce_block(p, s, element + done, at + done, part);
+    }
+  });
+  return code;
+}
 
-  auto copy_in = [&](uint64_t p) {
-    if (!in_hidden[self]) return;
-    size_t n = piece_count(p);
-    std::byte* into = stage(self).in(p);
-    auto put = [&](size_t s, size_t element, size_t at, size_t count) {
-      const std::byte* from = in[s * ranks + self] + bytes(element);
-      c_.past_caches ? copy_stream(into + bytes(at), from, bytes(count))
-                     : copy_bytes(into + bytes(at), from, bytes(count));
-      g_.staged_bytes_.fetch_add(bytes(count), std::memory_order_relaxed);
-    };
-    each(p, 0, share(n, self), put);
-    each(p, share(n, self + 1), n, put);
-  };
-  const size_t block = (any_out && c_.past_caches ? kStagedBlock : kWorkBlock) / element_;
-  auto reduce_piece = [&](uint64_t p) {
-    size_t n = piece_count(p);
-    each(p, share(n, self), share(n, self + 1), [&](size_t s, size_t element, size_t at, size_t count) {
-      for (size_t done = 0; done < count; done += block) {
-        size_t part = std::min(block, count - done);
-        if (code == Code::ok) code = look(bytes(part) * ranks);
-        if (code != Code::ok) return;
-        for (size_t r = 0; r < ranks; r++) {
-          bool from_stage = r != self && in_hidden[r];
-          src[r] = from_stage ? stage(r).in(p) + bytes(at + done) : in[s * ranks + r] + bytes(element + done);
-        }
-        dst.clear();
-        bool to_stage = false;
-        for (size_t r = 0; r < ranks; r++) {
-          if (spans[s].dest != -1 && spans[s].dest != static_cast<int>(r)) continue;
-          if (r != self && out_hidden[r])
-            to_stage = true;
-          else
-            dst.push_back(out[s * ranks + r] + bytes(element + done));
-        }
-        std::byte* staged_at = stage(self).out(p) + bytes(at + done);
-        const bool copy_later = to_stage && c_.past_caches && !dst.empty();
-        if (to_stage && !copy_later) dst.push_back(staged_at);
-        bool past = to_stage ? c_.past_caches && !copy_later : stream;
-        unisono::reduce({c_.dtype, c_.op, part, src.data(), ranks, dst.data(), dst.size(), factors.data(), past});
-        if (copy_later) copy_stream(staged_at, dst[0], bytes(part));  // from the first cache
-      }
+void Mover::SharedReduction::reduce_block(uint64_t p, size_t s, size_t element, size_t at, size_t count) {
+  for (size_t r = 0; r < ranks_; r++) {
+    const bool from_stage = r != self_ && in_hidden_[r];
+    src_[r] = from_stage ? m_.stage(r).in(p) + bytes(at) : in(s, r) + bytes(element);
+  }
+  dst_.clear();
+  bool to_stage = false;
+  for (size_t r = 0; r < ranks_; r++) {
+    if (!takes(s, r)) continue;
+    if (r != self_ && out_hidden_[r])
+      to_stage = true;
+    else
+      dst_.push_back(out(s, r) + bytes(element));
+  }
+  const bool past_caches = m_.c_.past_caches;
+  std::byte* staged_at = m_.stage(self_).out(p) + bytes(at);
+  const bool copy_later = to_stage && past_caches && !dst_.empty();
+  if (to_stage && !copy_later) dst_.push_back(staged_at);
+  const bool past = to_stage ? past_caches && !copy_later : stream_;
+  unisono::reduce({m_.c_.dtype, m_.c_.op, count, src_.data(), ranks_, dst_.data(), dst_.size(), factors_.data(), past});
+  if (copy_later) copy_stream(staged_at, dst_[0], bytes(count));  // from the first cache
+}
+
+void Mover::SharedReduction::copy_out(uint64_t p) {
+  const size_t n = piece_count(p);
+  const auto copy = stream_ ? copy_stream : copy_bytes;
+  for (size_t k = 1; k < ranks_; k++) {
+    const size_t r = (self_ + k) % ranks_;
+    each(p, share(n, r), share(n, r + 1), [&](size_t s, size_t element, size_t at, size_t count) {
+      if (takes(s, self_)) copy(out(s, self_) + bytes(element), m_.stage(r).out(p) + bytes(at), bytes(count));
     });
-  };
-  auto copy_out = [&](uint64_t p) {
-    size_t n = piece_count(p);
-    for (size_t k = 1; k < ranks; k++) {
-      size_t r = (self + k) % ranks;
-      each(p, share(n, r), share(n, r + 1), [&](size_t s, size_t element, size_t at, size_t count) {
-        if (spans[s].dest != -1 && spans[s].dest != me_) return;
-        const std::byte* from = stage(r).out(p) + bytes(at);
-        std::byte* to = out[s * ranks + self] + bytes(element);
-        stream ? copy_stream(to, from, bytes(count)) : copy_bytes(to, from, bytes(count));
-      });
-    }
-  };
+  }
+}
 
-  if (!staged) {
-    reduce_piece(0);
-    return code == Code::ok ? leave() : code;
+Code Mover::SharedReduction::step_in(uint64_t p) {
+  if (p >= m_.depth_ && in_hidden_[self_])
+    if (Code code = wait(Phase::reduced, p - m_.depth_, everyone_); code != Code::ok) return code;
+  const int64_t began = now_ns();
+  copy_in(p);
+  m_.c_.worked_ns += now_ns() - began;
+  publish(Phase::staged, p);
+  return Code::ok;
+}
+
+Code Mover::SharedReduction::step_reduce(uint64_t p) {
+  if (Code code = wait(Phase::staged, p, in_hidden_); code != Code::ok) return code;
+  if (any_out_ && p >= m_.depth_)
+    if (Code code = wait(Phase::copied, p - m_.depth_, out_hidden_); code != Code::ok) return code;
+  const int64_t began = now_ns();
+  Code code = reduce_piece(p);
+  m_.c_.worked_ns += now_ns() - began;
+  if (code == Code::ok) publish(Phase::reduced, p);
+  return code;
+}
+
+Code Mover::SharedReduction::step_out(uint64_t p) {
+  if (out_hidden_[self_]) {
+    if (Code code = wait(Phase::reduced, p, everyone_); code != Code::ok) return code;
+    const int64_t began = now_ns();
+    copy_out(p);
+    m_.c_.worked_ns += now_ns() - began;
   }
-  Group& g = g_;
-  auto wait = [&](Phase phase, uint64_t p, const std::vector<uint8_t>& who) {
-    if (code == Code::ok) code = g.await(c_, phase, base + p + 1, who.data());
-  };
-  auto timed = [&](auto work, uint64_t p) {
-    int64_t began = now_ns();
-    work(p);
-    c_.worked_ns += now_ns() - began;
-  };
-  const std::vector<uint8_t> everyone(ranks, 1);
-  for (uint64_t step = 0; step < pieces + 2 && code == Code::ok; step++) {
-    if (step < pieces) {
-      if (step >= depth_ && in_hidden[self]) wait(Phase::reduced, step - depth_, everyone);
-      if (code != Code::ok) break;
-      timed(copy_in, step);
-      g.publish(g.mine_.flag(Phase::staged), base + step + 1);
-    }
-    if (step >= 1 && step - 1 < pieces) {
-      uint64_t p = step - 1;
-      wait(Phase::staged, p, in_hidden);
-      if (any_out && p >= depth_) wait(Phase::copied, p - depth_, out_hidden);
-      if (code != Code::ok) break;
-      timed(reduce_piece, p);
-      if (code != Code::ok) break;
-      g.publish(g.mine_.flag(Phase::reduced), base + p + 1);
-    }
-    if (step >= 2) {
-      uint64_t p = step - 2;
-      if (out_hidden[self]) {
-        wait(Phase::reduced, p, everyone);
-        if (code != Code::ok) break;
-        timed(copy_out, p);
-      }
-      g.publish(g.mine_.flag(Phase::copied), base + p + 1);
-    }
+  publish(Phase::copied, p);
+  return Code::ok;
+}
+
+Code Mover::SharedReduction::run_pipeline() {
+  for (uint64_t step = 0; step < pieces_ + 2; step++) {
+    Code code = Code::ok;
+    if (step < pieces_) code = step_in(step);
+    if (code == Code::ok && step >= 1 && step - 1 < pieces_) code = step_reduce(step - 1);
+    if (code == Code::ok && step >= 2) code = step_out(step - 2);
+    if (code != Code::ok) return code;
   }
-  if (code != Code::ok) return code;
-  end_stages(pieces);
-  return leave();
+  m_.end_stages(pieces_);
+  return Code::ok;
+}
+
+Code Mover::SharedReduction::run() {
+  if (Code code = find_places(); code != Code::ok) return code;
+  if (Code code = plan_pieces(); code != Code::ok) return code;
+  Code code = staged_ ? run_pipeline() : reduce_piece(0);
+  return code == Code::ok ? m_.leave() : code;
+}
+
+Code Mover::reduce_shared() {
+  return SharedReduction(*this).run();
 }
 
 }  // namespace unisono

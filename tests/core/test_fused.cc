@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "engine/engine.h"
-#include "kernels/finish.h"
+#include "kernels/epilogue.h"
 #include "kernels/gemm.h"
 #include "kernels/reduce.h"
 
@@ -90,12 +90,12 @@ void test_products() {
 
 // ---- the reducing pass
 
-void test_finishing() {
+void test_epilogues() {
   std::mt19937 dice(2);
   const float strange[] = {0.0f, -0.0f, INFINITY, -INFINITY, NAN, -NAN, 1e-40f, 65520.0f, 3e38f, 6e-8f, 1.0009766f};
   for (DType out : {DType::f16, DType::bf16, DType::f32}) {
     for (RedOp op : {RedOp::sum, RedOp::avg, RedOp::min, RedOp::max}) {
-      expect(finishing_exists(DType::f32, out, op), "finishing_exists");
+      expect(epilogue_exists(DType::f32, out, op), "epilogue_exists");
       for (size_t n : {size_t{1}, size_t{7}, size_t{31}, size_t{32}, size_t{1003}}) {
         const size_t sources = 1 + dice() % 5, size = dtype_bytes(out);
         std::vector<std::vector<float>> in(sources, std::vector<float>(n));
@@ -117,7 +117,7 @@ void test_finishing() {
           set_isa(isa);
           std::vector<std::byte> x(n * size + 1, std::byte{77}), y = x;
           void* dst[] = {x.data(), y.data()};
-          reduce_and_finish(
+          reduce_with_epilogue(
               {out, op, n, src.data(), sources, dst, 2, scale, with_residual ? residual.data() : nullptr});
           expect(x == y && x.back() == std::byte{77}, "both outputs, and nothing beyond", n);
           results.push_back(x);
@@ -148,10 +148,9 @@ void test_finishing() {
       }
     }
   }
-  expect(!finishing_exists(DType::f32, DType::f64, RedOp::sum) &&
-             finishing_exists(DType::f64, DType::f64, RedOp::max) &&
-             !finishing_exists(DType::f32, DType::f16, RedOp::product) &&
-             !finishing_exists(DType::f32, DType::i32, RedOp::sum),
+  expect(!epilogue_exists(DType::f32, DType::f64, RedOp::sum) && epilogue_exists(DType::f64, DType::f64, RedOp::max) &&
+             !epilogue_exists(DType::f32, DType::f16, RedOp::product) &&
+             !epilogue_exists(DType::f32, DType::i32, RedOp::sum),
          "what does not exist");
 }
 
@@ -164,7 +163,7 @@ std::vector<std::shared_ptr<Engine>> make_engines(int size, bool crowded) {
   for (int r = 0; r < size; r++) {
     heaps.push_back(Heap::create(failure));
     if (!heaps.back()) std::fprintf(stderr, "%s\n", failure.text.c_str()), std::exit(1);
-    blocks.push_back(Group::make_block(*heaps.back(), size, failure));
+    blocks.push_back(make_block(*heaps.back(), size, failure).release());
   }
   std::vector<std::shared_ptr<Engine>> engines;
   for (int r = 0; r < size; r++) {
@@ -204,12 +203,12 @@ void one_call(Engine& engine, int me, std::mt19937& dice) {
   for (size_t i = 0; i < mine; i++) residual[i] = static_cast<float>(i % 5 + (scattered ? self : 0));
   out[mine] = -5;
 
-  Finish finish;
-  finish.scale = 2;
-  finish.has_residual = with_residual;
-  finish.residual = with_residual ? reinterpret_cast<std::byte*>(residual) : nullptr;
-  finish.out_count = mine;
-  if (scattered) finish.counts = counts.data(), finish.spans = counts.size();
+  Epilogue epilogue;
+  epilogue.scale = 2;
+  epilogue.has_residual = with_residual;
+  epilogue.residual = with_residual ? reinterpret_cast<std::byte*>(residual) : nullptr;
+  epilogue.out_count = mine;
+  if (scattered) epilogue.counts = counts.data(), epilogue.spans = counts.size();
   Call call;
   call.verb = Verb::matmul_reduce;
   call.dtype = DType::f32;
@@ -217,7 +216,7 @@ void one_call(Engine& engine, int me, std::mt19937& dice) {
   call.count = total;
   call.in = reinterpret_cast<std::byte*>(in);
   call.out = reinterpret_cast<std::byte*>(out);
-  call.finish = &finish;
+  call.epilogue = &epilogue;
   expect(engine.run(call) == Code::ok, "matmul_reduce", total);
 
   bool right = out[mine] == -5;
@@ -253,9 +252,9 @@ void test_mismatch() {
     threads.emplace_back([&, r] {
       Engine& engine = *engines[static_cast<size_t>(r)];
       float in[4] = {1, 2, 3, 4}, out[4];
-      Finish finish;
-      finish.out_count = 4;
-      finish.hash = static_cast<uint64_t>(r);
+      Epilogue epilogue;
+      epilogue.out_count = 4;
+      epilogue.hash = static_cast<uint64_t>(r);
       Call call;
       call.verb = Verb::matmul_reduce;
       call.dtype = DType::f32;
@@ -263,7 +262,7 @@ void test_mismatch() {
       call.count = 4;
       call.in = reinterpret_cast<std::byte*>(in);
       call.out = reinterpret_cast<std::byte*>(out);
-      call.finish = &finish;
+      call.epilogue = &epilogue;
       expect(engine.run(call) == Code::mismatch, "a mismatch");
       expect(call.failure.text.find("the shapes or options") != std::string::npos, "its words");
     });
@@ -275,7 +274,7 @@ void test_mismatch() {
 int main() {
   set_heap_capacity(size_t{64} << 20);
   test_products();
-  test_finishing();
+  test_epilogues();
   for (int size : {1, 2, 3, 5}) test_verb(size, size > 2, 60);
   test_mismatch();
   std::printf("%d passed, %d failed\n", passed.load(), failed.load());

@@ -35,7 +35,7 @@ std::vector<std::shared_ptr<Engine>> make_engines(int size, bool crowded, int64_
   for (Rank& r : ranks) {
     r.heap = Heap::create(failure);
     if (!r.heap) std::fprintf(stderr, "%s\n", failure.text.c_str()), std::exit(1);
-    r.block = Group::make_block(*r.heap, size, failure);
+    r.block = make_block(*r.heap, size, failure).release();
   }
   std::vector<std::shared_ptr<Engine>> engines;
   for (int r = 0; r < size; r++) {
@@ -247,29 +247,29 @@ void test_in_flight(int size) {
       tickets.push_back(ticket);
       engine.submit(ticket);
     }
-    std::vector<std::shared_ptr<Ticket>> mail;
-    std::vector<std::unique_ptr<Floats>> letters;
+    std::vector<std::shared_ptr<Ticket>> messages;
+    std::vector<std::unique_ptr<Floats>> payloads;
     for (int64_t tag = 0; tag < 24; tag++)
       for (bool sending : {true, false}) {
         size_t n = tag % 3 == 0 ? 5 : tag % 3 == 1 ? 3000 : 150000;
-        letters.push_back(std::make_unique<Floats>(heap, n, tag % 2));
-        for (size_t k = 0; k < n; k++) (*letters.back())[k] = sending ? value(me, k) + static_cast<float>(tag) : 0;
+        payloads.push_back(std::make_unique<Floats>(heap, n, tag % 2));
+        for (size_t k = 0; k < n; k++) (*payloads.back())[k] = sending ? value(me, k) + static_cast<float>(tag) : 0;
         auto message = std::make_shared<Message>();
         message->sending = sending;
         message->peer = sending ? (me + 1) % size : (me + size - 1) % size;
         message->tag = sending ? tag : 23 - tag;  // received in another order than sent
         if (!sending) {
           size_t m = message->tag % 3 == 0 ? 5 : message->tag % 3 == 1 ? 3000 : 150000;
-          letters.back() = std::make_unique<Floats>(heap, m, tag % 2);
+          payloads.back() = std::make_unique<Floats>(heap, m, tag % 2);
           n = m;
         }
-        message->data = letters.back()->bytes();
+        message->data = payloads.back()->bytes();
         message->bytes = n * sizeof(float);
         message->dtype = DType::f32;
         auto ticket = std::make_shared<Ticket>();
         ticket->call.verb = sending ? Verb::send : Verb::recv;
         ticket->message = message;
-        mail.push_back(ticket);
+        messages.push_back(ticket);
         engine.submit(ticket);
       }
     bool interrupted;
@@ -284,14 +284,14 @@ void test_in_flight(int size) {
       }
       expect(right, "in flight, values", me, i);
     }
-    for (size_t i = 0; i < mail.size(); i++) {
-      engine.wait(*mail[i], 0, false, interrupted);
-      expect(mail[i]->code == Code::ok, mail[i]->call.failure.text.c_str(), me, i);
-      const Message& m = *mail[i]->message;
+    for (size_t i = 0; i < messages.size(); i++) {
+      engine.wait(*messages[i], 0, false, interrupted);
+      expect(messages[i]->code == Code::ok, messages[i]->call.failure.text.c_str(), me, i);
+      const Message& m = *messages[i]->message;
       if (m.sending) continue;
-      bool right = letters[i]->guarded();
+      bool right = payloads[i]->guarded();
       for (size_t k = 0; k < m.bytes / sizeof(float); k++)
-        right &= (*letters[i])[k] == value((me + size - 1) % size, k) + static_cast<float>(m.tag);
+        right &= (*payloads[i])[k] == value((me + size - 1) % size, k) + static_cast<float>(m.tag);
       expect(right, "message", me, i);
     }
   });

@@ -1,4 +1,4 @@
-// A peer that breaks every rule: it publishes descriptors, tables and letters and changes them while the other rank
+// A peer that breaks every rule: it publishes descriptors, tables and messages and changes them while the other rank
 // reads them. The sound rank may get any error or any values, but it must come back and touch only its own memory.
 //
 // Rank 0 is real; rank 1 is this file, which writes into rank 1's block by hand. Two threads: one publishes and flips,
@@ -22,7 +22,7 @@ std::shared_ptr<Engine> join(World& world) {
   Failure failure;
   std::vector<Peer> peers;
   for (int r = 0; r < 2; r++) {
-    world.blocks[r] = Group::make_block(*world.heaps[r], 2, failure);
+    world.blocks[r] = make_block(*world.heaps[r], 2, failure).release();
     if (!world.blocks[r]) std::printf("%s\n", failure.text.c_str()), std::exit(1);
     peers.push_back({world.heaps[r]->base(), world.heaps[r]->capacity(), world.heaps[r]->mapping(),
                      Block(world.blocks[r], 2), nullptr, 0});
@@ -122,7 +122,7 @@ void test_collectives() {
     enemy.join();
     for (size_t i = 0; i < 64; i++)
       if (out[2 * count * 4 + i] != std::byte{7}) std::printf("written past the end\n"), std::exit(1);
-    Group::drop_block(*world.heaps[1], world.blocks[1]);
+    BlockRelease{world.heaps[1].get()}(world.blocks[1]);
     engine.reset();
     world.heaps[0]->release(in);
     world.heaps[0]->release(out);
@@ -132,7 +132,7 @@ void test_collectives() {
               codes[static_cast<int>(Code::system)]);
 }
 
-void test_letters() {
+void test_messages() {
   World world;
   Failure failure;
   for (auto& heap : world.heaps) heap = Heap::create(failure);
@@ -144,25 +144,25 @@ void test_letters() {
     const size_t bytes = dice() % 2 ? 60 : 200'000;
     std::thread enemy([&, seed = dice()] {
       std::mt19937_64 own(seed);
-      for (uint64_t i = 0; i < block.ring(); i++) {
-        Letter& letter = block.letter(0, i);
-        letter.head = {0, bytes, 1, Place::at(1, 4096), DType::f32, static_cast<uint8_t>(own() % 3)};
-        letter.filled.store(any_number(own), std::memory_order_relaxed);
-        letter.posted.store(i + 1, std::memory_order_release);
+      for (uint64_t i = 0; i < block.mailbox_depth(); i++) {
+        MailboxEntry& entry = block.mailbox(0, i);
+        entry.envelope = {0, bytes, 1, Place::at(1, 4096), DType::f32, static_cast<Carrier>(own() % 3)};
+        entry.filled.store(any_number(own), std::memory_order_relaxed);
+        entry.posted.store(i + 1, std::memory_order_release);
       }
       while (!stop.load(std::memory_order_relaxed)) {
-        LetterHead& head = block.letter(0, own() % block.ring()).head;
-        volatile uint64_t* words[] = {&head.bytes, &head.place.word, &head.seq};
+        Envelope& envelope = block.mailbox(0, own() % block.mailbox_depth()).envelope;
+        volatile uint64_t* words[] = {&envelope.bytes, &envelope.place.word, &envelope.seq};
         *words[own() % std::size(words)] = own() % 2 ? bytes : any_number(own);
-        *const_cast<volatile uint8_t*>(&head.kind) = static_cast<uint8_t>(own() % 4);
-        block.letter(0, own() % block.ring()).filled.store(any_number(own), std::memory_order_relaxed);
+        *const_cast<volatile Carrier*>(&envelope.carrier) = static_cast<Carrier>(own() % 4);
+        block.mailbox(0, own() % block.mailbox_depth()).filled.store(any_number(own), std::memory_order_relaxed);
       }
     });
     std::vector<std::byte> data(bytes + 64, std::byte{7});
     for (int i = 0; i < 3; i++) {
       auto message = std::make_shared<Message>();
       message->peer = 1;
-      message->tag = i == 2 ? 5 : 0;  // the last one never comes: what fills the ring is taken aside
+      message->tag = i == 2 ? 5 : 0;  // the last one never comes: what fills the mailbox is taken aside
       message->data = data.data();
       message->bytes = bytes;
       message->dtype = DType::f32;
@@ -174,7 +174,7 @@ void test_letters() {
     enemy.join();
     for (size_t i = bytes; i < data.size(); i++)
       if (data[i] != std::byte{7}) std::printf("written past the end\n"), std::exit(1);
-    Group::drop_block(*world.heaps[1], world.blocks[1]);
+    BlockRelease{world.heaps[1].get()}(world.blocks[1]);
   }
 }
 
@@ -183,7 +183,7 @@ void test_letters() {
 int main() {
   set_heap_capacity(size_t{64} << 20);
   test_collectives();
-  test_letters();
+  test_messages();
   std::printf("2 passed, 0 failed\n");
   return 0;
 }

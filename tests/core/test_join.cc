@@ -4,6 +4,7 @@
 #include <functional>
 #include <thread>
 
+#include "engine/engine.h"
 #include "group/join.h"
 #include "group/retire.h"
 
@@ -30,8 +31,8 @@ struct World {
     Failure failure;
     for (int r = 0; r < size; r++) {
       heaps.push_back(Heap::create(failure));
-      doors.push_back(Doorway::open(failure));
-      names.push_back(doors.back()->name());
+      listeners.push_back(Listener::open(failure));
+      names.push_back(listeners.back()->name());
       before.push_back(heaps.back()->usage().in_use);
     }
   }
@@ -46,7 +47,8 @@ struct World {
         int64_t limit_ns = 60 * kSecond;
         GroupFacts facts{static_cast<int>(r), static_cast<int>(heaps.size()), "threads", 5, 60 * kSecond};
         change(static_cast<int>(r), known, limit_ns);
-        outcomes[r].engine = doors[r]->join(heaps[r], facts, kNonce, known, limit_ns, outcomes[r].failure);
+        outcomes[r].engine =
+            Engine::open(listeners[r]->join(heaps[r], facts, kNonce, known, limit_ns, outcomes[r].failure));
       });
     for (auto& t : threads) t.join();
     return outcomes;
@@ -60,7 +62,7 @@ struct World {
   }
 
   std::vector<std::shared_ptr<Heap>> heaps;
-  std::vector<std::unique_ptr<Doorway>> doors;
+  std::vector<std::unique_ptr<Listener>> listeners;
   std::vector<std::string> names;
   std::vector<size_t> before;
 };
@@ -110,7 +112,7 @@ void test_nobody_comes() {
   auto outcomes = world.join([](int, std::vector<std::string>& names, int64_t& limit_ns) {
     static auto silent = [] {
       Failure failure;
-      return Doorway::open(failure);
+      return Listener::open(failure);
     }();
     for (std::string& name : names) name = silent->name();
     limit_ns = kSecond / 10;

@@ -35,14 +35,13 @@ int memory(size_t bytes, const HeapHeader& header, int seals) {
 }
 
 HeapHeader header_of(const Token& token, size_t capacity) {
-  return {HeapHeader::kMagic, kLayoutVersion, token, capacity, 1};
+  return {HeapHeader::kMagic, kLayoutVersion, token, capacity};
 }
 
 std::shared_ptr<Mapping> map(int fd, const Token& token, size_t capacity) {
   Failure failure;
-  auto mapping = map_peer(token, fd, capacity, failure);
+  auto mapping = map_peer(token, Fd(fd), capacity, failure);
   expect(!mapping == (failure.code != Code::ok), "a failure exactly where there is no mapping");
-  close(fd);
   return mapping;
 }
 

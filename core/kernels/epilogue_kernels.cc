@@ -1,7 +1,7 @@
-// The kernels of finish.h, compiled once per instruction set like reduce_kernels.cc, with the same flags and for the
-// same reasons; each compile exports one FinishTable.
+// The kernels of epilogue.h, compiled once per instruction set like reduce_kernels.cc, with the same flags and for the
+// same reasons; each compile exports one EpilogueTable.
 #include "base/vectors.h"
-#include "kernels/finish.h"
+#include "kernels/epilogue.h"
 
 namespace unisono {
 namespace {
@@ -54,7 +54,7 @@ struct Brain {
 
 // `vectors` vectors from element `at` on.
 template <class Out, RedOp op, size_t vectors>
-UNISONO_INLINE void block(const Finishing& f, size_t at) {
+UNISONO_INLINE void block(const FusedReduction& f, size_t at) {
   using T = typename Out::Scalar;
   constexpr size_t lanes = vec_bytes / sizeof(T);
   Vec<T> acc[vectors];
@@ -81,7 +81,7 @@ UNISONO_INLINE void block(const Finishing& f, size_t at) {
 
 // Less than a vector, through memory beside.
 template <class Out, RedOp op>
-void tail(const Finishing& f, size_t at) {
+void tail(const FusedReduction& f, size_t at) {
   using T = typename Out::Scalar;
   constexpr size_t lanes = vec_bytes / sizeof(T);
   const size_t left = f.count - at;
@@ -94,15 +94,15 @@ void tail(const Finishing& f, size_t at) {
     // Two at a time, with nothing but the sum.
     __builtin_memcpy(next, static_cast<const T*>(f.src[s]) + at, left * sizeof(T));
     constexpr RedOp step = op == RedOp::avg ? RedOp::sum : op;
-    block<Same<T>, step, 1>({Finishing{.out = f.out,
-                                       .op = step,
-                                       .count = lanes,
-                                       .src = pair,
-                                       .nsrc = 2,
-                                       .dst = sum,
-                                       .ndst = 1,
-                                       .scale = 1,
-                                       .residual = nullptr}},
+    block<Same<T>, step, 1>({FusedReduction{.out = f.out,
+                                            .op = step,
+                                            .count = lanes,
+                                            .src = pair,
+                                            .nsrc = 2,
+                                            .dst = sum,
+                                            .ndst = 1,
+                                            .scale = 1,
+                                            .residual = nullptr}},
                             0);
   }
   if constexpr (op == RedOp::avg)
@@ -110,22 +110,22 @@ void tail(const Finishing& f, size_t at) {
   if (f.residual) __builtin_memcpy(residual, static_cast<const char*>(f.residual) + at * Out::size, left * Out::size);
   const void* const one[] = {acc};
   void* const to[] = {out};
-  block<Out, RedOp::sum, 1>({Finishing{.out = f.out,
-                                       .op = RedOp::sum,
-                                       .count = lanes,
-                                       .src = one,
-                                       .nsrc = 1,
-                                       .dst = to,
-                                       .ndst = 1,
-                                       .scale = f.scale,
-                                       .residual = f.residual ? residual : nullptr}},
+  block<Out, RedOp::sum, 1>({FusedReduction{.out = f.out,
+                                            .op = RedOp::sum,
+                                            .count = lanes,
+                                            .src = one,
+                                            .nsrc = 1,
+                                            .dst = to,
+                                            .ndst = 1,
+                                            .scale = f.scale,
+                                            .residual = f.residual ? residual : nullptr}},
                             0);
   for (size_t d = 0; d < f.ndst; d++)
     __builtin_memcpy(static_cast<char*>(f.dst[d]) + at * Out::size, out, left * Out::size);
 }
 
 template <class Out, RedOp op>
-void run(const Finishing& f) {
+void run(const FusedReduction& f) {
   constexpr size_t lanes = vec_bytes / sizeof(typename Out::Scalar);
   size_t at = 0;
   for (; at + 4 * lanes <= f.count; at += 4 * lanes) block<Out, op, 4>(f, at);
@@ -134,14 +134,14 @@ void run(const Finishing& f) {
 }
 
 struct Filler {
-  FinishTable table{};
+  EpilogueTable table{};
   template <class Out, RedOp... op>
   constexpr void add(DType dtype) {
     ((table.kernel[static_cast<size_t>(dtype)][static_cast<size_t>(op)] = run<Out, op>), ...);
   }
 };
 
-constexpr FinishTable filled_table() {
+constexpr EpilogueTable filled_table() {
   using enum RedOp;
   Filler f;
   f.add<Same<double>, sum, avg, min, max>(DType::f64);
@@ -155,6 +155,6 @@ constexpr FinishTable filled_table() {
 
 #define UNISONO_JOIN_(a, b) a##b
 #define UNISONO_JOIN(a, b) UNISONO_JOIN_(a, b)
-constinit const FinishTable UNISONO_JOIN(finish_, UNISONO_ISA) = filled_table();
+constinit const EpilogueTable UNISONO_JOIN(epilogue_, UNISONO_ISA) = filled_table();
 
 }  // namespace unisono

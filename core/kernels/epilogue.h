@@ -9,7 +9,7 @@
 
 namespace unisono {
 
-struct Finishing {
+struct FusedReduction {
   DType out;               // f16, bf16 or f32 from float32 inputs, f64 from float64
   RedOp op;                // sum, avg, min or max
   size_t count;            // elements
@@ -21,17 +21,17 @@ struct Finishing {
   const void* residual;  // `count` numbers of type `out`, or null
 };
 
-bool finishing_exists(DType in, DType out, RedOp op);
-void reduce_and_finish(const Finishing& f);
+bool epilogue_exists(DType in, DType out, RedOp op);
+void reduce_with_epilogue(const FusedReduction& f);
 
-// Private to finish.cc and finish_kernels.cc: one table per instruction set, null where there is no such finishing.
-struct FinishTable {
-  void (*kernel[static_cast<size_t>(DType::count_)][static_cast<size_t>(RedOp::count_)])(const Finishing&);
+// Private to epilogue.cc and epilogue_kernels.cc: one table per instruction set, null where there is none.
+struct EpilogueTable {
+  void (*kernel[static_cast<size_t>(DType::count_)][static_cast<size_t>(RedOp::count_)])(const FusedReduction&);
 };
-extern const FinishTable finish_scalar;
+extern const EpilogueTable epilogue_scalar;
 #if defined(__x86_64__)
-extern const FinishTable finish_avx2;
-extern const FinishTable finish_avx512;
+extern const EpilogueTable epilogue_avx2;
+extern const EpilogueTable epilogue_avx512;
 #endif
 
 }  // namespace unisono

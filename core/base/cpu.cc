@@ -1,0 +1,75 @@
+// See cpu.h.
+#include "base/cpu.h"
+
+#include <algorithm>
+#include <fstream>
+#include <string>
+
+namespace unisono {
+namespace detail {
+
+constinit std::atomic<int> chosen_isa{kNoIsa};
+
+}  // namespace detail
+
+namespace {
+
+bool cpu_has(Isa isa) {
+  switch (isa) {
+    case Isa::scalar:
+      return true;
+#if defined(__x86_64__)
+    // The compiler's runtime also asks XGETBV whether the operating system saves the registers.
+    case Isa::avx2:
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2") &&
+             __builtin_cpu_supports("fma");
+    case Isa::avx512:
+      return cpu_has(Isa::avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#endif
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
+Isa best_isa() {
+  static const Isa best = cpu_has(Isa::avx512) ? Isa::avx512 : cpu_has(Isa::avx2) ? Isa::avx2 : Isa::scalar;
+  return best;
+}
+
+bool set_isa(Isa isa) {
+  if (!cpu_has(isa)) return false;
+  detail::chosen_isa.store(static_cast<int>(isa), std::memory_order_relaxed);
+  return true;
+}
+
+const char* isa_name(Isa isa) {
+  switch (isa) {
+    case Isa::scalar:
+      return "scalar";
+    case Isa::avx2:
+      return "avx2";
+    case Isa::avx512:
+      return "avx512";
+  }
+  return "?";
+}
+
+size_t last_cache_bytes() {
+  static const size_t bytes = [] {
+    size_t largest = 0;
+    for (int i = 0; i < 8; i++) {
+      std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(i) + "/size");
+      size_t n = 0;
+      char unit = 0;
+      if (file >> n) file >> unit;
+      largest = std::max(largest, unit == 'M' ? n << 20 : unit == 'K' ? n << 10 : n);
+    }
+    return largest ? largest : size_t{8} << 20;
+  }();
+  return bytes;
+}
+
+}  // namespace unisono

@@ -1,0 +1,211 @@
+// The progress thread of engine.h: who is it, and what it does.
+//
+// Steps of its work: wait until there is a call or a message nobody may be waiting for; run the head of the queue, if
+// nobody else does; move messages on for some milliseconds, and see to their deadlines and peers. Invariant: at most
+// one thread has the role. It gives the role up while it is in a callback, which may wait for a later call, and takes
+// it back afterwards if no other thread has it; otherwise it stays a while as a spare thread. All of that is guarded by
+// queue_mutex_.
+#include <pthread.h>
+#include <signal.h>
+#include <time.h>
+
+#include <algorithm>
+#include <system_error>
+
+#include "engine/engine.h"
+
+namespace unisono {
+namespace {
+
+constexpr int64_t kFlushFor = 1'000'000'000;  // how long a closing rank waits for receivers of its short sends
+constexpr std::chrono::milliseconds kAwaitThreads{500};     // and for its own threads
+constexpr std::chrono::milliseconds kSpareThreadLife{100};  // how long a thread stays without the role
+
+thread_local Engine* progressing = nullptr;  // the engine whose progress thread this is, if any
+
+void nap() {  // between two looks at messages that nobody waits for
+  timespec some{0, 50'000};
+  nanosleep(&some, nullptr);
+}
+
+}  // namespace
+
+// Short sends that found no free entry are over for their callers, so somebody else must see to them.
+void Engine::start_progress() {
+  std::lock_guard lock(queue_mutex_);
+  ensure_progress_thread();
+  work_.notify_one();
+}
+
+bool Engine::lacks_progress_thread() {
+  std::lock_guard lock(queue_mutex_);
+  ensure_progress_thread();
+  return !has_progress_thread_ && !closed_;
+}
+
+// Without a thread (a limit of the system), whoever waits does the work.
+void Engine::ensure_progress_thread() {
+  if (has_progress_thread_ || closed_) return;
+  if (openings_ < spare_threads_) {
+    has_progress_thread_ = true;
+    openings_++;
+    needed_.notify_one();
+    return;
+  }
+  std::erase_if(threads_, [&](std::thread& thread) {
+    if (std::find(ended_.begin(), ended_.end(), thread.get_id()) == ended_.end()) return false;
+    thread.join();  // it has let go of the mutex for good
+    return true;
+  });
+  ended_.clear();
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // signals belong to Python's main thread
+  try {
+    threads_.emplace_back([self = shared_from_this()] { self->progress(); });
+    pthread_setname_np(threads_.back().native_handle(), "unisono");
+    has_progress_thread_ = true;
+  } catch (const std::system_error&) {
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void Engine::announce(Ticket& ticket) {
+  changed_.notify_all();
+  auto callback = std::move(ticket.on_done);
+  if (!callback) return;
+  if (progressing != this) {
+    callback();
+    return;
+  }
+  {
+    // The callback may wait for a later call, so somebody else must be able to run it.
+    std::lock_guard lock(queue_mutex_);
+    progressing = nullptr;
+    has_progress_thread_ = false;
+    if (!queue_.empty() || !in_flight_.empty()) ensure_progress_thread();
+  }
+  callback();
+  std::lock_guard lock(queue_mutex_);
+  if (has_progress_thread_) return;  // another thread has taken over; this one becomes a spare one
+  has_progress_thread_ = true;
+  progressing = this;
+}
+
+bool Engine::become_progress_thread() {
+  std::unique_lock lock(queue_mutex_);
+  spare_threads_++;
+  needed_.wait_for(lock, kSpareThreadLife, [&] { return closed_ || openings_; });
+  spare_threads_--;
+  if (!openings_) return false;
+  openings_--;
+  progressing = this;
+  return true;
+}
+
+void Engine::progress() {
+  progressing = this;  // a new thread begins as the progress thread
+  bool more = true;
+  while (more) {
+    while (more && progressing == this) more = progress_once();
+    more = more && become_progress_thread();
+  }
+  std::lock_guard lock(queue_mutex_);
+  ended_.push_back(std::this_thread::get_id());
+  changed_.notify_all();
+}
+
+bool Engine::progress_once() {
+  bool messages;
+  {
+    std::unique_lock lock(queue_mutex_);
+    work_.wait(lock, [&] { return closed_ || !queue_.empty() || !in_flight_.empty() || messages_->backlog(); });
+    if (closed_ && queue_.empty() && in_flight_.empty()) return false;
+    messages = !in_flight_.empty() || messages_->backlog();
+  }
+  if (queued_.load(std::memory_order_acquire)) {
+    if (!run_head(false)) {
+      // Somebody else runs the head; look again when it is done.
+      std::unique_lock lock(queue_mutex_);
+      changed_.wait_for(lock, std::chrono::milliseconds(1));
+    }
+  }
+  if (messages && progressing == this) progress_messages();
+  return true;
+}
+
+// Deadline and failure of messages that nobody waits for: those of the one that must be done first.
+Call Engine::watcher_of(const std::vector<std::shared_ptr<Ticket>>& messages) const {
+  Call watcher;
+  watcher.verb = Verb::recv;
+  watcher.seq = group_->seq();
+  watcher.deadline_ns = INT64_MAX;
+  for (const auto& t : messages) {
+    const int64_t deadline = t->submitted_ns + (t->call.timeout_ns ? t->call.timeout_ns : group_->facts().timeout_ns);
+    if (deadline >= watcher.deadline_ns) continue;
+    watcher.deadline_ns = deadline;
+    watcher.timeout_ns = t->call.timeout_ns;
+    watcher.verb = t->call.verb;
+    watcher.tag = t->call.tag;
+    watcher.correspondent = t->call.correspondent;
+  }
+  return watcher;
+}
+
+// Moves them on for some milliseconds, and sees to their deadlines and peers.
+void Engine::progress_messages() {
+  size_t before = in_flight_count_.load(std::memory_order_relaxed);
+  messages_->advance();
+  end_messages();
+  if (in_flight_count_.load(std::memory_order_relaxed) != before) return;
+  std::vector<std::shared_ptr<Ticket>> pending;
+  {
+    std::lock_guard lock(queue_mutex_);
+    pending = in_flight_;
+  }
+  Call watcher = watcher_of(pending);
+  auto owes = [&](int r) {
+    return std::any_of(pending.begin(), pending.end(), [&](const auto& t) {
+      return !t->message->done.load(std::memory_order_acquire) && (t->message->peer < 0 || t->message->peer == r);
+    });
+  };
+  auto is_done = [](const auto& t) { return t->message->done.load(std::memory_order_acquire); };
+  const int64_t until = now_ns() + 10'000'000;
+  auto ready = [&] {
+    // Whoever waits for a message moves it; this thread is for those nobody waits for, and keeps out of the way.
+    nap();
+    messages_->advance();
+    return now_ns() > until || queued_.load(std::memory_order_acquire) ||
+           (pending.empty() && messages_->backlog() == 0) || std::any_of(pending.begin(), pending.end(), is_done);
+  };
+  Code code = waiter_.await_until(watcher, ready, owes);
+  if (code == Code::ok && now_ns() > until) code = waiter_.health(watcher, owes);
+  if (code != Code::ok) messages_->fail_all(watcher.failure);
+  end_messages();
+}
+
+// Callers count on short sends from the moment those return.
+void Engine::flush_sends() {
+  for (int64_t until = now_ns() + kFlushFor; messages_->backlog() && now_ns() < until && !group_->stopped(); nap())
+    messages_->advance();
+}
+
+// A thread that is in a callback may stay there for long, and may be this one: it is left alone, and holds the engine.
+void Engine::await_threads() {
+  std::unique_lock lock(queue_mutex_);
+  auto is_over = [&](const std::thread& t) {
+    return std::find(ended_.begin(), ended_.end(), t.get_id()) != ended_.end();
+  };
+  changed_.wait_for(lock, kAwaitThreads, [&] {
+    return std::all_of(threads_.begin(), threads_.end(),
+                       [&](const std::thread& t) { return is_over(t) || t.get_id() == std::this_thread::get_id(); });
+  });
+  std::vector<std::thread> threads = std::move(threads_);
+  threads_.clear();
+  std::vector<bool> over;
+  for (std::thread& t : threads) over.push_back(is_over(t));
+  lock.unlock();
+  for (size_t i = 0; i < threads.size(); i++) over[i] ? threads[i].join() : threads[i].detach();
+}
+
+}  // namespace unisono

@@ -1,0 +1,183 @@
+// See requests.h: this rank's own request.
+#include "group/requests.h"
+
+#include <algorithm>
+
+namespace unisono {
+namespace {
+
+// Small inputs travel in a slot: one round, and no rank waits for another to leave. All-reduce reads every slot on
+// every rank, so its limit shrinks with the number of ranks; in a reduce-scatter those with small parts would idle.
+size_t slot_limit(Verb verb, int size, bool in_ring) {
+  const size_t most = in_ring ? kRingSlotBytes : kSlotBytes;
+  if (verb == Verb::all_reduce || verb == Verb::reduce || verb == Verb::matmul_reduce)
+    return std::clamp<size_t>((in_ring ? 256 << 10 : 128 << 10) / static_cast<size_t>(size), 2048, most);
+  return verb == Verb::reduce_scatter ? kSlotBytes : most;
+}
+
+// From here on a tensor in the heap is read where it is: a second round costs less than copying it into the slot and
+// moving all of it between cores.
+constexpr size_t kDirectFrom = 4 << 10;
+
+uint64_t hash_counts(const Part* parts, int size) {
+  uint64_t h = 0xcbf29ce484222325;
+  for (int r = 0; r < size; r++) {
+    h = (h ^ parts[r].count) * 0x9e3779b97f4a7c15;
+    h ^= h >> 29;
+  }
+  return h;
+}
+
+bool gives_input(const Call& call, int rank) {
+  switch (call.verb) {
+    case Verb::barrier:
+      return false;
+    case Verb::broadcast:
+    case Verb::scatter:
+      return call.root == rank;
+    default:
+      return true;
+  }
+}
+
+}  // namespace
+
+Requests::Requests(Group& group, Waiter& waiter)
+    : g_(group),
+      waiter_(waiter),
+      requests_(group.peers().size()),
+      tables_(group.peers().size() * group.peers().size()),
+      rings_(group.peers().size()) {}
+
+Requests::Input Requests::describe(const Call& call) {
+  Request& d = own();
+  d.verb = call.verb;
+  d.dtype = call.dtype;
+  d.op = call.op;
+  d.root = static_cast<int16_t>(call.root);
+  d.has_ring = ring_ != nullptr;
+  d.turn = turn_;
+  d.few_pieces = g_.facts().crowded || has_busy_neighbours();
+  d.count = call.count;
+  if (call.verb == Verb::all_gather) d.count = hash_counts(call.out_parts, g_.size());
+  if (call.verb == Verb::reduce_scatter) d.count = hash_counts(call.in_parts, g_.size());
+  if (call.op == RedOp::premul_sum) d.factor = call.factor;
+  if (call.epilogue) d.epilogue_hash = call.epilogue->hash;
+  const size_t bytes = input_bytes(call);
+  std::byte* holder = place_input(call, d, bytes);
+  place_output(call, d);
+  d.has_table = needs_table(call, d);
+  if (d.has_table) fill_table(call);
+  return {holder, bytes};
+}
+
+void Requests::publish(const Call& call) {
+  Descriptor& descriptor = g_.mine().descriptor(call.seq);
+  if (own().has_table) std::memcpy(g_.mine().table(call.seq), table(g_.rank()), g_.peers().size() * sizeof(TableEntry));
+  descriptor.said = own();
+  g_.publish(descriptor.seq, call.seq);
+}
+
+size_t Requests::input_bytes(const Call& call) const {
+  if (!gives_input(call, g_.rank())) return 0;
+  return (call.in_parts ? sum_of_parts(call.in_parts) : call.count) * dtype_bytes(call.dtype);
+}
+
+size_t Requests::sum_of_parts(const Part* parts) const {
+  size_t count = 0;
+  for (int r = 0; r < g_.size(); r++) count += parts[r].count;
+  return count;
+}
+
+// Says in the request what holds the input, and returns where to copy it, unless it stays where it is.
+std::byte* Requests::place_input(const Call& call, Request& d, size_t bytes) {
+  d.input = Holder::inlined;
+  const bool crowded = g_.facts().crowded;
+  const std::byte* probe = call.in_parts ? call.in_parts[0].ptr : call.in;
+  if (bytes > (crowded ? kCrowdedRingFrom : kRingFrom) && !d.has_ring && !g_.heap().holds(probe))
+    d.has_ring = make_ring();
+  if (bytes <= kInlineBytes) return d.payload;
+  if (bytes > slot_limit(call.verb, g_.size(), d.has_ring) ||
+      (bytes > kDirectFrom && !crowded && g_.heap().holds(probe))) {
+    d.input = Holder::place;
+    d.in = call.in_parts ? Place{} : g_.locate(call.in, bytes);
+    return nullptr;
+  }
+  if (call.root == g_.rank() && (call.verb == Verb::reduce || call.verb == Verb::gather)) {
+    d.input = Holder::kept;
+    d.in = {};
+    return nullptr;
+  }
+  if (d.has_ring && bytes > kRingFrom) return take_ring(d, bytes);
+  d.input = Holder::slot;
+  return g_.mine().slot(call.seq);
+}
+
+std::byte* Requests::take_ring(Request& d, size_t bytes) {
+  d.input = Holder::ring;
+  if (turn_ > kRingBytes - bytes) d.turn = turn_ = 0;
+  std::byte* holder = ring_ + turn_;
+  turn_ += (bytes + 4095) / 4096 * 4096;
+  return holder;
+}
+
+void Requests::place_output(const Call& call, Request& d) const {
+  const size_t bytes = call.epilogue ? call.epilogue->out_bytes() : call.count * dtype_bytes(call.dtype);
+  d.out = {};
+  if (!call.out_parts && call.out && call.verb != Verb::barrier &&
+      (d.input == Holder::place || counts_differ(call.verb) || call.epilogue || call.verb == Verb::broadcast))
+    d.out = g_.locate(call.out, bytes);
+  if (call.epilogue) d.residual = g_.locate(call.epilogue->residual, bytes);
+}
+
+bool Requests::needs_table(const Call& call, const Request& d) const {
+  if (!call.in_parts && !call.out_parts) return false;
+  if (d.input == Holder::place || counts_differ(call.verb)) return true;
+  if (call.verb != Verb::all_gather) return false;
+  // A rank that gathers little from itself may get much from others, who then help to write it.
+  for (int r = 0; r < g_.size(); r++)
+    if (call.out_parts[r].count * dtype_bytes(call.dtype) > kDirectFrom) return true;
+  return false;
+}
+
+void Requests::fill_table(const Call& call) {
+  const size_t element = dtype_bytes(call.dtype);
+  for (int r = 0; r < g_.size(); r++) {
+    Part in = call.in_parts ? call.in_parts[r] : Part{nullptr, 0};
+    Part out = call.out_parts ? call.out_parts[r] : Part{nullptr, 0};
+    table(g_.rank())[r] = {in.count ? g_.locate(in.ptr, in.count * element) : Place{},
+                           out.count ? g_.locate(out.ptr, out.count * element) : Place{}, in.count, out.count};
+  }
+}
+
+bool Requests::make_ring() {
+  Failure none;  // without the memory, slots and stage in the block do it
+  HeapMemory memory = take_memory(g_.heap(), kRingBytes, none);
+  if (!memory) return false;
+  ring_ = memory.get();
+  g_.mine().ring_offset().store(static_cast<uint64_t>(ring_ - g_.heap().base()), std::memory_order_relaxed);
+  g_.keep(std::move(memory));
+  return true;
+}
+
+bool Requests::all_buffered() const {
+  for (const Request& d : requests_)
+    if (d.input == Holder::place) return false;
+  return true;
+}
+
+Requests::Exposed Requests::exposed(const Call& call) const {
+  Exposed found;
+  auto add = [&](Place place, size_t bytes) {
+    if (!place || !bytes) return;
+    found.any = true;
+    if (place.rank() == g_.rank()) found.own.emplace_back(g_.peer(g_.rank()).heap_base + place.offset(), bytes);
+  };
+  const size_t element = dtype_bytes(call.dtype);
+  add(mine().out, call.epilogue ? call.epilogue->out_bytes() : call.count * element);
+  for (int r = 0; mine().has_table && r < g_.size(); r++)
+    add(entry(g_.rank(), r).out, entry(g_.rank(), r).out_count * element);
+  return found;
+}
+
+}  // namespace unisono

@@ -1,0 +1,36 @@
+// See arena.h.
+#include "verbs/arena.h"
+
+namespace unisono {
+
+std::byte* Arena::take(size_t bytes, Failure& failure) {
+  if (!base_) {
+    Failure none;
+    HeapMemory memory = take_memory(heap_, kRingBytes, none);
+    base_ = memory.get();
+    if (base_) g_.keep(std::move(memory));
+  }
+  while (!ranges_.empty() && !ranges_.front().used) ranges_.pop_front();
+  const size_t size = (bytes + 4095) / 4096 * 4096;
+  size_t at = ranges_.empty() ? next_ : ranges_.back().end;
+  if (at + size > kRingBytes) at = 0;
+  // Free is what lies behind the youngest range and before the oldest one.
+  bool fits = base_ && size <= kRingBytes;
+  for (const Range& r : ranges_) fits = fits && (at + size <= r.begin || at >= r.end);
+  if (!fits) return static_cast<std::byte*>(heap_.allocate(bytes, failure));
+  ranges_.push_back({at, at + size, true});
+  next_ = at + size;
+  return base_ + at;
+}
+
+void Arena::give(std::byte* at) {
+  if (!owns(at)) return heap_.release(at);
+  for (Range& r : ranges_)
+    if (base_ + r.begin == at) r.used = false;
+}
+
+void Arena::leave(std::byte* at) {
+  if (!owns(at)) g_.keep(HeapMemory(at, HeapRelease{&heap_}));
+}
+
+}  // namespace unisono

@@ -1,0 +1,121 @@
+// See collectives.h.
+#include "verbs/collectives.h"
+
+#include <linux/membarrier.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "verbs/mover.h"
+
+namespace unisono {
+namespace {
+
+// How long a rank that failed waits for peers inside the same call to see it and get out.
+constexpr int64_t kWithdrawFor = 20'000'000;
+
+// Every thread of every process that has made a group sees what this one wrote before; the fast path needs no fence.
+void fence_everybody() {
+  if (syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0, 0) != 0) usleep(1000);  // write buffers drain in less
+}
+
+}  // namespace
+
+Code Collectives::run(Call& call) {
+  if (g_.stopped() || g_.is_of_parent()) {
+    call.seq = g_.seq() + 1;
+    return g_.quote_first_cause(call);
+  }
+  call.seq = g_.begin_call();
+  if (g_.size() == 1) return Mover(g_, waiter_, requests_, staging_, call).run_alone();
+  // A rank that comes after others have given up must not be served by what they left behind.
+  if (g_.given_up())
+    if (Code code = waiter_.health(call, [](int) { return true; }); code != Code::ok) return code;
+  if (!g_.facts().crowded) waiter_.note_processor();
+  const uint64_t detachments = g_.heap().detachments();
+  bool checked = false;
+  Code code = meet_and_move(call, checked);
+  if (code == Code::mismatch) {
+    g_.publish(g_.mine().flag(Phase::withdrawn), call.seq);
+    return code;
+  }
+  // Closed while it ran: peers may have taken this rank for gone and used its inputs' memory for something else.
+  if (code == Code::ok && g_.stopped()) code = g_.quote_first_cause(call);
+  if (code == Code::ok && g_.heap().detachments() != detachments && lost_an_output(call))
+    code = g_.break_with(call, Code::system, "a failure in another group made an output of this call private", {});
+  if (code != Code::ok) withdraw(call, checked);
+  return code;
+}
+
+// Steps 1 to 6.
+Code Collectives::meet_and_move(Call& call, bool& checked) {
+  call.deadline_ns = 0;  // set by the first wait that is not over at once
+  call.gauged = 0;
+  call.past_caches = false;
+  put_input(call, requests_.describe(call));
+  requests_.publish(call);
+  if (Code code = waiter_.await(call, Phase::descriptor, call.seq); code != Code::ok) return code;
+  if (Code code = requests_.check(call); code != Code::ok) return code;
+  checked = true;
+  return Mover(g_, waiter_, requests_, staging_, call).run();
+}
+
+// Copies the input to where peers read it, if its own place is not that.
+void Collectives::put_input(Call& call, Requests::Input input) {
+  if (!input.holder || !input.bytes) return;
+  if (requests_.mine().input == Holder::ring) staging_.bytes.fetch_add(input.bytes, std::memory_order_relaxed);
+  staging_.ask_gauge(call, input.bytes);
+  const auto copy = call.past_caches ? copy_stream : copy_bytes;
+  const int64_t began = call.gauged ? now_ns() : 0;
+  if (!call.in_parts) {
+    copy(input.holder, call.in, input.bytes);
+  } else {
+    std::byte* to = input.holder;
+    for (int r = 0; r < g_.size(); r++) {
+      const size_t bytes = call.in_parts[r].count * dtype_bytes(call.dtype);
+      copy(to, call.in_parts[r].ptr, bytes);
+      to += bytes;
+    }
+  }
+  if (call.gauged) call.worked_ns = now_ns() - began;
+}
+
+// Whether another group of this process has, while the call ran, taken memory away that peers wrote into.
+bool Collectives::lost_an_output(const Call& call) {
+  for (auto [at, bytes] : requests_.exposed(call).own)
+    if (g_.heap().is_detached(at, bytes)) return true;
+  return false;
+}
+
+// Whether rank r may still write for this call: it has seen our descriptor, and has not said that it is out. Only a
+// hang-up excuses it, since then no thread of it is left; one that says it has left may have another thread that is
+// still at work.
+bool Collectives::may_write(int r, uint64_t seq) const {
+  return r != g_.rank() && g_.has_reached(r, Phase::descriptor, seq) && !g_.has_reached(r, Phase::exit, seq) &&
+         !g_.has_reached(r, Phase::withdrawn, seq) && !(g_.peer(r).link && g_.peer(r).link->hung_up());
+}
+
+// Whoever has not seen this rank's descriptor must not find it later: it is taken back. Whoever has may be writing; it
+// looks for failures before each piece, and says when it is out. A peer that does not say so in time was stopped, or
+// cannot run: its hands are tied by giving the exposed tensors new memory.
+void Collectives::withdraw(Call& call, bool checked) {
+  g_.publish(g_.mine().flag(Phase::withdrawn), call.seq);
+  if (checked && requests_.all_buffered()) return;  // everybody serves itself
+  const Requests::Exposed tensors = requests_.exposed(call);
+  if (!tensors.any) return;
+  g_.mine().descriptor(call.seq).seq.store(0, std::memory_order_release);
+  fence_everybody();  // from here on, who has not published its own descriptor cannot have seen ours
+  const int64_t until = now_ns() + kWithdrawFor;
+  for (int r = 0; r < g_.size(); r++)
+    while (may_write(r, call.seq)) {
+      if (now_ns() < until) {
+        usleep(200);
+        continue;
+      }
+      bool safe = true;
+      for (auto [at, bytes] : tensors.own) safe = g_.heap().detach(at, bytes) && safe;
+      if (!safe) call.failure.text += "; rank " + std::to_string(r) + " may still write into this call's tensors";
+      return;
+    }
+}
+
+}  // namespace unisono

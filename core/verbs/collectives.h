@@ -1,0 +1,54 @@
+// How a collective call runs in a group. The steps of every call (`run`):
+//   1. describe   write this rank's descriptor; a small input goes into the line itself or into a slot
+//   2. publish    release the descriptor's sequence number
+//   3. meet       await every rank's descriptor of the same number
+//   4. check      copy them; all agree, or every rank returns `mismatch` and nothing has moved
+//   5. move       copy (copy.cc), reduce (reduce.cc) or both with an epilogue (fused.cc); all decisions come from
+//                 descriptors, so that every rank takes the same path
+//   6. leave      if peers read or wrote user memory directly: await that all have done so
+//   7. withdraw   of a call that failed: nobody writes into this rank's tensors any more when its caller gets the error
+// One call runs at a time in a group; engine.h puts calls in order.
+#pragma once
+
+#include <atomic>
+
+#include "group/requests.h"
+#include "verbs/gauge.h"
+
+namespace unisono {
+
+// What the calls of a group know from earlier ones about moving pieces.
+struct Staging {
+  StageGauge gauge;
+  uint64_t pieces = 0;  // staged pieces of all calls so far; equal on all ranks between calls
+  // Bytes that had to be copied to where peers can read them. Counted by whoever runs a call, read by others, relaxed.
+  std::atomic<uint64_t> bytes{0};
+
+  // How this rank writes the `bytes` of a call that others read.
+  void ask_gauge(Call& call, size_t bytes_of_call) {
+    call.gauged = bytes_of_call >= StageGauge::kLeast ? bytes_of_call : 0;
+    call.past_caches = call.gauged && gauge.past_caches(call.verb, bytes_of_call);
+    call.worked_ns = 0;
+  }
+};
+
+class Collectives {
+ public:
+  Collectives(Group& group, Waiter& waiter) : g_(group), waiter_(waiter), requests_(group, waiter) {}
+  Code run(Call& call);  // one thread at a time
+  uint64_t staged_bytes() const { return staging_.bytes.load(std::memory_order_relaxed); }
+
+ private:
+  Code meet_and_move(Call& call, bool& checked);
+  void put_input(Call& call, Requests::Input input);
+  bool lost_an_output(const Call& call);
+  void withdraw(Call& call, bool checked);
+  bool may_write(int r, uint64_t seq) const;
+
+  Group& g_;
+  Waiter& waiter_;
+  Requests requests_;
+  Staging staging_;
+};
+
+}  // namespace unisono

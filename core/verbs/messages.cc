@@ -1,0 +1,161 @@
+// See messages.h: what sends and receives share.
+#include "verbs/messages.h"
+
+#include <algorithm>
+
+namespace unisono {
+namespace {
+
+constexpr size_t kGiveBackFrom = 8;  // buffers that wait for their receivers before we look
+
+}  // namespace
+
+Messages::Messages(Group& group, Waiter& waiter)
+    : g_(group),
+      waiter_(waiter),
+      arena_(group),
+      depth_(group.mine().mailbox_depth()),
+      next_out_(static_cast<size_t>(group.size())),
+      next_in_(static_cast<size_t>(group.size())),
+      holders_(static_cast<size_t>(group.size()), std::vector<uint8_t>(depth_)),
+      taken_(static_cast<size_t>(group.size()), std::vector<uint8_t>(depth_)),
+      seen_(static_cast<size_t>(group.size())) {}
+
+Messages::~Messages() {
+  give_back_buffers();
+  // What a receiver may still read is never handed out again.
+  for (const Lingering& l : lingering_)
+    if (l.buffer) arena_.leave(l.buffer);
+}
+
+void Messages::add(std::shared_ptr<Message> message) {
+  std::lock_guard lock(mutex_);
+  Message& m = *message;
+  m.seq = ++count_;
+  if (over_.code != Code::ok) {
+    m.failure = over_;
+    return complete(m);
+  }
+  if (m.sending) {
+    if (lingering_.size() > kGiveBackFrom) give_back_buffers();
+    const bool waits = std::any_of(sends_.begin(), sends_.end(),
+                                   [&](const auto& other) { return !other->started && other->peer == m.peer; });
+    if (waits) {
+      sends_.push_back(std::move(message));
+      return step();  // entries may have become free
+    }
+    step_send(m);
+    if (!is_over(m)) sends_.push_back(std::move(message));
+  } else {
+    // With others before it, it has its turn in the next step: they may want the same message.
+    if (receives_.empty()) {
+      steps_++;
+      step_receive(m);
+    }
+    if (!is_over(m)) receives_.push_back(std::move(message));
+  }
+  count();
+}
+
+void Messages::count() {
+  pending_.store(sends_.size() + receives_.size(), std::memory_order_relaxed);
+  const auto waiting = std::count_if(sends_.begin(), sends_.end(), [&](const auto& m) {
+    if (m->started || !m->done.load(std::memory_order_relaxed)) return false;
+    return m->peer == g_.rank() || g_.state_of(m->peer) == PeerState::alive;
+  });
+  backlog_.store(static_cast<size_t>(waiting), std::memory_order_relaxed);
+}
+
+// A send that found no entry is over for its caller only.
+bool Messages::is_over(const Message& m) {
+  return m.done.load(std::memory_order_relaxed) && (!m.sending || m.started || m.failure.code != Code::ok);
+}
+
+void Messages::complete(Message& m) {
+  m.done.store(true, std::memory_order_release);
+}
+
+void Messages::give_back_buffers() {
+  std::erase_if(lingering_, [&](const Lingering& l) {
+    if (reply_of(l.peer, l.index).done.load(std::memory_order_acquire) <= l.index) return false;
+    if (l.buffer) arena_.give(l.buffer);
+    return true;
+  });
+}
+
+void Messages::step() {
+  steps_++;
+  if (!lingering_.empty()) give_back_buffers();
+  std::vector<uint8_t> blocked(static_cast<size_t>(g_.size()));  // messages to one rank are posted in order
+  for (auto it = sends_.begin(); it != sends_.end();) {
+    Message& m = **it;
+    if (!m.started && blocked[static_cast<size_t>(m.peer)]) {
+      set_aside(m);
+      ++it;
+      continue;
+    }
+    step_send(m);
+    if (!m.started) blocked[static_cast<size_t>(m.peer)] = 1;
+    it = is_over(m) ? sends_.erase(it) : std::next(it);
+  }
+  for (auto& held : unexpected_)
+    if (!held->done.load(std::memory_order_relaxed)) step_receive(*held);
+  for (auto it = receives_.begin(); it != receives_.end();) {
+    step_receive(**it);
+    it = (*it)->done.load(std::memory_order_relaxed) ? receives_.erase(it) : std::next(it);
+  }
+  count();
+}
+
+void Messages::advance() {
+  if (std::unique_lock lock(mutex_, std::try_to_lock); lock) step();  // else somebody else does it
+}
+
+void Messages::fail_all(const Failure& failure) {
+  std::lock_guard lock(mutex_);
+  if (over_.code == Code::ok) over_ = failure;
+  for (auto* list : {&sends_, &receives_}) {
+    for (auto& m : *list) {
+      if (m->buffer) lingering_.push_back({m->peer, m->index, m->buffer});
+      if (m->done.load(std::memory_order_relaxed)) continue;  // over for its sender, it only waited for an entry
+      m->failure = failure;
+      complete(*m);
+    }
+    list->clear();
+  }
+  count();
+}
+
+Code Messages::wait(const std::shared_ptr<Message>& message, Call& call) {
+  Message& m = *message;
+  auto ready = [&] {
+    if (m.done.load(std::memory_order_acquire)) return true;
+    advance();
+    return m.done.load(std::memory_order_acquire);
+  };
+  auto owes = [&](int r) {
+    // What came in just before the peer left counts: look once more, for sure.
+    {
+      std::lock_guard lock(mutex_);
+      step();
+    }
+    if (m.done.load(std::memory_order_acquire)) return false;
+    if (m.peer >= 0) return m.peer == r;
+    // From anyone: one who left owes nothing while another is still here.
+    auto left = [&](int p) { return p == g_.rank() || g_.state_of(p) == PeerState::left; };
+    if (!left(r)) return true;
+    for (int p = 0; p < g_.size(); p++)
+      if (!left(p)) return false;
+    return true;
+  };
+  if (Code code = waiter_.await_until(call, ready, owes); code != Code::ok) {
+    fail_all(call.failure);
+    return code;
+  }
+  call.failure = m.failure;
+  call.failure.verb = call.verb;
+  call.failure.seq = m.seq;
+  return m.failure.code;
+}
+
+}  // namespace unisono

@@ -1,0 +1,127 @@
+// Point-to-point messages of one group, matched by sender and tag.
+//
+// Each ordered pair of ranks has a mailbox: a ring of entries in the sender's block, and of replies in the receiver's
+// (control.h). A short message travels in its entry; one in the heap is read where it is; any other goes through a
+// small buffer of the sender's heap that both ends work through in turns. Sends and receives do not stand in the
+// group's order of collectives: all pending ones advance together (`step`), driven by whoever waits for one of them.
+// Messages to one rank are posted in order; a receive takes the oldest with its tag. When unexpected messages, for
+// which there is no receive yet, fill a whole mailbox, the oldest is taken into memory of our own.
+// Invariant: entry i is written again only after reply i says done.
+// Memory order: `mutex_` guards all state here; what the two ends share is released and acquired by the flags of
+// MailboxEntry and Reply.
+#pragma once
+
+#include <deque>
+#include <list>
+#include <memory>
+#include <mutex>
+
+#include "group/wait.h"
+#include "verbs/arena.h"
+
+namespace unisono {
+
+struct Message {
+  bool sending = false;
+  int peer = -1;  // -1: receive from anyone
+  int64_t tag = 0;
+  std::byte* data = nullptr;
+  size_t bytes = 0;
+  DType dtype = DType::u8;
+
+  // Over for its caller. Stored with release by Messages::complete, loaded with acquire by whoever waits: publishes
+  // `failure`, `source` and what was received.
+  std::atomic<bool> done{false};
+  Failure failure;
+  int source = -1;  // of a receive
+  uint64_t seq = 0;
+
+ private:
+  friend class Messages;
+  bool started = false;  // a send: has an entry; a receive: has found its message
+  uint64_t index = 0;    // of the entry in its mailbox
+  Envelope envelope{};   // of a receive: what the entry said when it was taken
+  size_t moved = 0;
+  std::byte* buffer = nullptr;         // staged sends
+  std::unique_ptr<std::byte[]> owned;  // of unexpected messages, and of sends that wait for an entry
+};
+
+class Messages {
+ public:
+  Messages(Group& group, Waiter& waiter);
+  ~Messages();
+
+  void add(std::shared_ptr<Message> message);
+  // Waits for one message, advancing all. `call` carries the deadline and gets the failure.
+  Code wait(const std::shared_ptr<Message>& message, Call& call);
+  // Advances all pending messages once.
+  void advance();
+  size_t pending() const { return pending_.load(std::memory_order_relaxed); }
+  // Sends that are over for their callers and still wait for a free entry, to peers that may yet make one free.
+  size_t backlog() const { return backlog_.load(std::memory_order_relaxed); }
+  // Ends every pending message with this failure, and every later one.
+  void fail_all(const Failure& failure);
+
+ private:
+  struct Lingering {  // a send that is over for its caller, not yet for its receiver
+    int peer;
+    uint64_t index;
+    std::byte* buffer;
+  };
+  void step();
+  static bool is_over(const Message& m);
+  static void complete(Message& m);
+  void count();
+  void give_back_buffers();
+  MailboxEntry& outgoing(const Message& m) const { return g_.mine().mailbox(m.peer, m.index); }
+  MailboxEntry& incoming(int from, uint64_t i) const { return g_.peer(from).block.mailbox(g_.rank(), i); }
+  Reply& reply_of(int to, uint64_t i) const { return g_.peer(to).block.reply(g_.rank(), i); }
+  Reply& own_reply(int from, uint64_t i) const { return g_.mine().reply(from, i); }
+
+  // send.cc
+  void step_send(Message& m);
+  bool post(Message& m);
+  bool fill_entry(Message& m, MailboxEntry& entry);
+  void fill_buffer(Message& m);
+  void end_send(Message& m);
+  void set_aside(Message& m);
+
+  // receive.cc
+  void step_receive(Message& m);
+  bool read(Message& m);
+  bool read_staged(Message& m);
+  void end_receive(Message& m);
+  uint64_t seen(int from);
+  bool match(Message& m);
+  bool match_unexpected(Message& m);
+  void take_unexpected(int from);
+  void take(Message& m, int from, uint64_t i);
+  void refuse(Message& m);
+  bool withdrawn(const Message& m) const;
+  Envelope envelope_of(int from, uint64_t i) const;
+  bool is_posted(int from, uint64_t i) const;
+
+  Group& g_;
+  Waiter& waiter_;
+  Arena arena_;
+  std::mutex mutex_;
+  std::list<std::shared_ptr<Message>> sends_, receives_;
+  std::deque<std::shared_ptr<Message>> unexpected_;
+  std::vector<Lingering> lingering_;
+  const uint64_t depth_;                       // entries of a mailbox
+  std::vector<uint64_t> next_out_, next_in_;   // per peer: the next entry to post; the oldest not done with
+  std::vector<std::vector<uint8_t>> holders_;  // per peer and entry: a send that still looks at its reply
+  enum Taken : uint8_t { kFree, kTaken, kDone };
+  std::vector<std::vector<uint8_t>> taken_;  // per peer and entry: Taken
+  struct Seen {
+    uint64_t step = 0, end = 0;
+  };
+  std::vector<Seen> seen_;  // per peer: in which step we looked for messages, and the first that was not there
+  uint64_t steps_ = 0;
+  uint64_t count_ = 0;
+  Failure over_;  // what fail_all was called with
+  // Stored by `count` under the mutex, read without it, relaxed: hints for whoever drives messages.
+  std::atomic<size_t> pending_{0}, backlog_{0};
+};
+
+}  // namespace unisono

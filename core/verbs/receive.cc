@@ -1,0 +1,189 @@
+// The receiving end of messages.h.
+//
+// Steps of a receive: look among the unexpected messages, then in the mailboxes, for the oldest with its tag; take it,
+// which copies its envelope; compare sizes and dtypes; read the data from the entry, from where it is, or from the
+// sender's buffer as it fills; release `done`. Invariant: an envelope is copied once and only the copy is used, because
+// the sender can change the original at any time.
+#include <algorithm>
+
+#include "kernels/reduce.h"
+#include "verbs/messages.h"
+
+namespace unisono {
+namespace {
+
+std::string mismatch_words(const Message& m, size_t sent_bytes, DType sent_dtype) {
+  return "expected " + std::to_string(m.bytes) + " bytes of " + dtype_name(m.dtype) + " from rank " +
+         std::to_string(m.source) + ", which sent " + std::to_string(sent_bytes) + " bytes of " +
+         dtype_name(sent_dtype);
+}
+
+}  // namespace
+
+Envelope Messages::envelope_of(int from, uint64_t i) const {
+  Envelope envelope = incoming(from, i).envelope;
+  asm volatile("" : "+m"(envelope) : : "memory");  // the compiler may not look at the original again
+  return envelope;
+}
+
+bool Messages::is_posted(int from, uint64_t i) const {
+  return incoming(from, i).posted.load(std::memory_order_acquire) == i + 1;
+}
+
+void Messages::refuse(Message& m) {
+  fail(m.failure, Code::mismatch, mismatch_words(m, m.envelope.bytes, m.envelope.dtype), {m.source});
+  Reply& reply = own_reply(m.source, m.index);
+  reply.error = 1;
+  reply.wanted_bytes = m.bytes;
+  reply.wanted_dtype = static_cast<uint64_t>(m.dtype);
+}
+
+// Binds a receive to entry i of the mailbox from `from`.
+void Messages::take(Message& m, int from, uint64_t i) {
+  m.envelope = envelope_of(from, i);
+  m.source = from;
+  m.index = i;
+  m.started = true;
+  taken_[static_cast<size_t>(from)][i % depth_] = kTaken;
+  own_reply(from, i).error = 0;
+  if (m.envelope.bytes != m.bytes || m.envelope.dtype != m.dtype) refuse(m);
+}
+
+// After reading the sender's memory: a sender that has given up or left may have used it for something else meanwhile.
+// The loads before the fence come before those behind it; the sender says that it is out before it touches its memory.
+bool Messages::withdrawn(const Message& m) const {
+  fence(std::memory_order_acquire);
+  return m.source != g_.rank() && (g_.peer(m.source).block.abort().code.load(std::memory_order_acquire) ||
+                                   g_.state_of(m.source) == PeerState::left);
+}
+
+// The messages of `from` that this step may look at end here. All receives of a step see the same ones, or a message
+// that arrives in between would go to the second of two receives that wait for it.
+uint64_t Messages::seen(int from) {
+  Seen& s = seen_[static_cast<size_t>(from)];
+  if (s.step != steps_) {
+    const uint64_t first = next_in_[static_cast<size_t>(from)];
+    s = {steps_, first};
+    while (s.end < first + depth_ && is_posted(from, s.end)) s.end++;
+  }
+  return s.end;
+}
+
+bool Messages::match(Message& m) {
+  for (int k = 0; k < g_.size(); k++) {
+    const int from = m.peer >= 0 ? m.peer : (g_.rank() + k) % g_.size();
+    const auto& taken = taken_[static_cast<size_t>(from)];
+    for (uint64_t i = next_in_[static_cast<size_t>(from)], end = seen(from); i < end; i++)
+      if (!taken[i % depth_] && incoming(from, i).envelope.tag == m.tag) {
+        take(m, from, i);
+        return true;
+      }
+    if (m.peer >= 0) break;
+  }
+  return false;
+}
+
+// True: one of them is for this receive, which is over, or must wait until that one has come in.
+bool Messages::match_unexpected(Message& m) {
+  for (auto it = unexpected_.begin(); it != unexpected_.end(); ++it) {
+    Message& held = **it;
+    if (held.tag != m.tag || (m.peer >= 0 && held.source != m.peer)) continue;
+    if (!held.done.load(std::memory_order_relaxed)) return true;
+    m.source = held.source;
+    if (held.failure.code != Code::ok)
+      m.failure = held.failure;
+    else if (held.bytes != m.bytes || held.dtype != m.dtype)
+      fail(m.failure, Code::mismatch, mismatch_words(m, held.bytes, held.dtype), {m.source});
+    else if (m.bytes)
+      copy_bytes(m.data, held.data, m.bytes);
+    unexpected_.erase(it);
+    complete(m);
+    return true;
+  }
+  return false;
+}
+
+void Messages::take_unexpected(int from) {
+  const uint64_t first = next_in_[static_cast<size_t>(from)];
+  if (taken_[static_cast<size_t>(from)][first % depth_]) return;
+  for (uint64_t i = first; i < first + depth_; i++)
+    if (!is_posted(from, i)) return;  // there is still room for what is expected
+  const Envelope envelope = envelope_of(from, first);
+  if (envelope.bytes > g_.peer(from).heap_capacity) return;  // impossible; the receive will time out
+  auto held = std::make_shared<Message>();
+  held->peer = from;
+  held->tag = envelope.tag;
+  held->bytes = envelope.bytes;
+  held->dtype = envelope.dtype;
+  held->owned.reset(new (std::nothrow) std::byte[envelope.bytes + 1]);
+  if (!held->owned) return;
+  held->data = held->owned.get();
+  take(*held, from, first);
+  unexpected_.push_back(held);
+}
+
+void Messages::step_receive(Message& m) {
+  if (!m.started) {
+    if (match_unexpected(m)) return;
+    if (!match(m)) {
+      for (int r = 0; r < g_.size(); r++)
+        if (m.peer < 0 || m.peer == r) take_unexpected(r);
+      return;
+    }
+  }
+  if (m.failure.code != Code::ok || read(m)) end_receive(m);
+}
+
+// True: it has been read, or cannot be.
+bool Messages::read(Message& m) {
+  if (m.envelope.carrier == Carrier::staged) return read_staged(m);
+  if (m.envelope.carrier == Carrier::inlined) {
+    const MailboxEntry& entry = incoming(m.source, m.index);
+    if (m.bytes > sizeof entry.payload)
+      fail(m.failure, Code::system, "a message says more than its entry can hold", {m.source});
+    else if (m.bytes)
+      std::memcpy(m.data, entry.payload, m.bytes);
+    return true;
+  }
+  const std::byte* from = g_.resolve(m.envelope.place, m.bytes);
+  if (!from) {
+    fail(m.failure, Code::system, "a message names an impossible place", {m.source});
+    return true;
+  }
+  copy_bytes(m.data, from, m.bytes);
+  if (withdrawn(m))
+    fail(m.failure, Code::peer_lost, "rank " + std::to_string(m.source) + " gave up while its message was read",
+         {m.source});
+  return true;
+}
+
+bool Messages::read_staged(Message& m) {
+  const size_t room = std::min(m.bytes, kSendBuffer);
+  const std::byte* from = g_.resolve(m.envelope.place, room);
+  if (!from) {
+    fail(m.failure, Code::system, "a message names an impossible place", {m.source});
+    return true;
+  }
+  Reply& reply = own_reply(m.source, m.index);
+  const auto filled = std::min<size_t>(incoming(m.source, m.index).filled.load(std::memory_order_acquire), m.bytes);
+  while (m.moved < filled) {
+    size_t at = m.moved % room, n = std::min({filled - m.moved, room - at, kSendTurn});
+    copy_bytes(m.data + m.moved, from + at, n);
+    m.moved += n;
+    g_.publish(reply.drained, m.moved);
+  }
+  return m.moved == m.bytes;
+}
+
+void Messages::end_receive(Message& m) {
+  Reply& reply = own_reply(m.source, m.index);
+  reply.drained.store(0, std::memory_order_relaxed);  // released with `done`
+  g_.publish(reply.done, m.index + 1);
+  auto& taken = taken_[static_cast<size_t>(m.source)];
+  uint64_t& next = next_in_[static_cast<size_t>(m.source)];
+  taken[m.index % depth_] = kDone;
+  while (taken[next % depth_] == kDone) taken[next++ % depth_] = kFree;
+  complete(m);
+}
+
+}  // namespace unisono
