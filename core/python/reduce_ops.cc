@@ -3,6 +3,7 @@
 #include "python/reduce_ops.h"
 
 #include <array>
+#include <cctype>
 #include <string>
 #include <vector>
 
