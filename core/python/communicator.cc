@@ -56,7 +56,8 @@ std::string argument_words(nb::handle object) {
   return tensor_words(object);
 }
 
-// Python's objects that must outlive an asynchronous call. Of a list its items, since the user may change the list.
+// Keeps the tensors of an asynchronous call alive. Of a list every tensor, since the user may change the list
+// meanwhile.
 nb::list keep(std::initializer_list<nb::handle> objects) {
   nb::list kept;
   for (nb::handle object : objects) {
@@ -285,6 +286,7 @@ nb::object Communicator::run(Collected& c, nb::handle timeout_s, bool async_op, 
     run_now(c.call);
     return nb::none();
   }
+  nb::list kept = keep({c.tensors[0], c.tensors[1], outputs});
   auto ticket = std::make_shared<Ticket>();
   if (c.in.data()) ticket->in_parts.assign(c.in.begin(), c.in.end());
   if (c.out.data()) ticket->out_parts.assign(c.out.begin(), c.out.end());
@@ -292,7 +294,7 @@ nb::object Communicator::run(Collected& c, nb::handle timeout_s, bool async_op, 
   ticket->call = std::move(c.call);
   if (c.in.data()) ticket->call.in_parts = ticket->in_parts.data();
   if (c.out.data()) ticket->call.out_parts = ticket->out_parts.data();
-  return start(std::move(ticket), keep({c.tensors[0], c.tensors[1], outputs}), outputs);
+  return start(std::move(ticket), std::move(kept), outputs);
 }
 
 void Communicator::run_now(Call& call) {

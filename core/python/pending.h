@@ -1,4 +1,5 @@
-// An asynchronous call as Python holds it.
+// An asynchronous call as Python holds it: the engine's ticket, and the tensors that must live until the call is over,
+// whether or not anybody waits for it.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -19,25 +20,24 @@ inline int64_t nanoseconds(double seconds) {
   return static_cast<int64_t>(std::min(seconds, 9e9) * 1e9);
 }
 
-// An asynchronous call: the ticket, and the Python objects that must live until it is done.
 class Pending {
  public:
   Pending(std::shared_ptr<Engine> engine, std::shared_ptr<Ticket> ticket, nb::list keep)
       : engine_(std::move(engine)), ticket_(std::move(ticket)), keep_(std::move(keep)) {}
   ~Pending() {
     // Dropped without waiting: the tensors stay until the call is over.
-    if (!ticket_->done.load(std::memory_order_acquire)) orphans().emplace_back(ticket_, keep_.release().ptr());
+    if (!done()) orphans().emplace_back(ticket_, keep_.release().ptr());
     nb::gil_scoped_release release;  // as in ~Communicator
     engine_.reset();
   }
   Pending(const Pending&) = delete;
   Pending& operator=(const Pending&) = delete;
 
-  // With the GIL held: gives back what finished calls without a handle kept alive.
+  // Lets go of the tensors of calls that are over and whose Pending was dropped before. With the GIL held.
   static void reap() {
     auto& list = orphans();
     for (size_t i = 0; i < list.size();) {
-      if (!list[i].first->done.load(std::memory_order_acquire)) {
+      if (!is_done(*list[i].first)) {
         i++;
         continue;
       }
@@ -48,7 +48,7 @@ class Pending {
     }
   }
 
-  bool done() const { return ticket_->done.load(std::memory_order_acquire); }
+  bool done() const { return is_done(*ticket_); }
   bool wait(double timeout_s) {
     bool over, interrupted = false;
     {
@@ -80,6 +80,9 @@ class Pending {
   int source() const { return ticket_->message ? ticket_->message->source : -1; }
 
  private:
+  // Pairs with the release in Engine::mark_done: whoever sees `done` sees the ticket's code and failure, and nobody
+  // touches the tensors any more.
+  static bool is_done(const Ticket& ticket) { return ticket.done.load(std::memory_order_acquire); }
   static std::vector<std::pair<std::shared_ptr<Ticket>, PyObject*>>& orphans() {
     static auto& list = *new std::vector<std::pair<std::shared_ptr<Ticket>, PyObject*>>;
     return list;

@@ -3,6 +3,7 @@
 #include "python/reduce_ops.h"
 
 #include <array>
+#include <cctype>
 #include <string>
 #include <vector>
 
@@ -45,12 +46,6 @@ RedOp op_by_name(nb::handle object) {
   return code ? static_cast<RedOp>(PyLong_AsLong(code)) : RedOp::none;
 }
 
-RedOp op_by_code(nb::handle object) {
-  long code = PyLong_AsLong(object.ptr());
-  if (code == -1 && PyErr_Occurred()) PyErr_Clear();  // too large for any code
-  return code >= 0 && code < kOps ? static_cast<RedOp>(code) : RedOp::none;
-}
-
 double number(nb::handle object) {
   nb::object as_float = nb::steal(PyNumber_Float(object.ptr()));
   if (!as_float.is_valid()) nb::raise_python_error();
@@ -87,17 +82,14 @@ void learn_reduce_ops(nb::handle reduce_op) {
 
 OpAndFactor read_op(nb::handle op, nb::handle factor) {
   PyTypeObject* type = Py_TYPE(op.ptr());  // isinstance is slow for torch's types, and says yes too often
-  const bool is_code = PyLong_CheckExact(op.ptr());
-  OpAndFactor read;
+  OpAndFactor read{RedOp::none};
   if (PyUnicode_CheckExact(op.ptr()))
     read.op = op_by_name(op);
   else if (type == reduce_op_type || type == red_op_type)
     read.op = op_by_hash(op);
-  else
-    read.op = is_code ? op_by_code(op) : RedOp::none;
   if (read.op == RedOp::none) refuse_op(op);
   if (read.op != RedOp::premul_sum) {
-    if (!factor.is_none() && !is_code)
+    if (!factor.is_none())
       refuse({.rule = Rule::factor_foreign, .argument = "factor", .got = nb::borrow(op), .other = "op"});
     return read;
   }

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from .base.errors import ArgumentError, UnisonoError
 from .base.handle import Handle
 
-_ReduceOp = str | int | dist.ReduceOp | dist.ReduceOp.RedOpType
+_ReduceOp = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
 OPS: dict[str, int]
 RULES: dict[str, int]

@@ -11,7 +11,7 @@ and calls one verb of it. Transports are
 A new one is a file beside these and a line in ``find.py``; the tests in ``tests/transports`` take it by its name.
 
 Words: tensors are contiguous and of one dtype; ``counts`` are elements per rank, None for equal parts; ``op`` is a
-name, a torch ReduceOp or a number, as ``_core.read_op`` reads it; ranks are ranks in the group; ``timeout_s`` None is
+name or a torch ReduceOp, as ``_core.read_op`` reads it; ranks are ranks in the group; ``timeout_s`` None is
 the group's. A verb returns None when the call is over, or with ``async_op`` a Handle. Arguments are passed by position.
 """
 
