@@ -12,9 +12,10 @@ ListenerBinding::ListenerBinding() {
   if (!listener_) raise(failure, "", -1);
 }
 
-std::unique_ptr<Communicator> ListenerBinding::join(int rank, int size, const std::string& group, nb::bytes nonce, uint64_t id,
-                                             double timeout_s, const std::vector<std::string>& names,
-                                             std::optional<double> limit_s) {
+std::unique_ptr<Communicator> ListenerBinding::join(int rank, int size, const std::string& group, nb::bytes nonce,
+                                                    uint64_t id, double timeout_s,
+                                                    const std::vector<std::string>& names,
+                                                    std::optional<double> limit_s) {
   Token token;
   if (nonce.size() != sizeof token || names.size() != static_cast<size_t>(size) || size > kMostRanks)
     refuse({.rule = Rule::group_size, .argument = "size", .expected = nb::int_(kMostRanks), .got = nb::int_(size)});

@@ -2,7 +2,7 @@
 
 ``uses/<rank>`` counts how often a rank has joined by this name, so that a name can be used again; all else is below
 that number. ``plan`` is written by whoever comes first: what all must agree on, and the nonce. ``at/<rank>`` has the
-plan of each rank and where its listener is. ``dispute`` is there once a rank's plan differs from the first one. So ranks
+plan of each rank and where its listener is. ``dispute`` is there once a rank's plan differs from the first one: ranks
 that can never meet learn it at once, and who wanted what.
 
 All waiting is polling with ``check``, which every store answers at once: ``wait`` blocks in C++, where Ctrl-C does not
