@@ -28,11 +28,13 @@ nb::object empty_like(nb::handle other) {
   return tensor;
 }
 
-// Combines tensors of this process, one per rank and in rank order, by the number rule of reduce.h.
-void combine(nb::handle output, nb::list inputs, nb::int_ op, const std::vector<double>& factors) {
+// Combines tensors of this process, one per rank and in rank order, by the number rule of reduce.h; `op` is a number
+// that read_op gave.
+void combine(nb::handle output, nb::list inputs, int op, const std::vector<double>& factors) {
   const View out = view_tensor(output, "output");
+  if (op < 0 || op >= static_cast<int>(RedOp::none)) throw nb::value_error("op must be a number that read_op gave");
   Call call;
-  set_reduction(call, output, out.dtype, read_op(op, nb::float_(1.0)));
+  set_reduction(call, output, out.dtype, {static_cast<RedOp>(op), 1.0});
   std::vector<const void*> sources;
   for (nb::handle input : inputs) {
     View in = view_tensor(input, "inputs");
@@ -119,7 +121,7 @@ void add_verbs(nb::class_<Communicator>& communicator) {
            "async_op"_a)
       .def("reduce", &Communicator::reduce, "tensor"_any, "root"_any, "out"_any, "op"_any, "factor"_any,
            "timeout_s"_any, "async_op"_a)
-      .def("broadcast", &Communicator::broadcast, "tensor"_any, "root"_any, "timeout_s"_any, "async_op"_a)
+      .def("broadcast", &Communicator::broadcast, "tensor"_any, "root"_any, "out"_any, "timeout_s"_any, "async_op"_a)
       .def("all_gather", &Communicator::all_gather, "output"_any, "input"_any, "counts"_any, "timeout_s"_any,
            "async_op"_a)
       .def("reduce_scatter", &Communicator::reduce_scatter, "output"_any, "input"_any, "counts"_any, "op"_any,

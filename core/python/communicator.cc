@@ -3,6 +3,7 @@
 #include "python/communicator.h"
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 
 #include "group/join.h"
@@ -18,6 +19,15 @@ struct Communicator::Collected {
   Call call;
   Parts in, out;            // of multi-part tensors
   nb::handle tensors[2]{};  // what a mismatch shows of this rank; borrowed
+};
+
+// A new output, and the input as the verbs take it; both empty unless a verb was asked to make its output.
+struct Communicator::Made {
+  nb::object output, input;
+  // What the verb returns: the new output, or the handle that has it.
+  nb::object result(nb::object ran, bool async_op) {
+    return output.is_valid() && !async_op ? std::move(output) : std::move(ran);
+  }
 };
 
 namespace {
@@ -69,6 +79,11 @@ nb::list keep(std::initializer_list<nb::handle> objects) {
   return kept;
 }
 
+void copy_bytes(std::byte* to, const View& from) {
+  nb::gil_scoped_release release;
+  std::memcpy(to, from.data, from.bytes());
+}
+
 }  // namespace
 
 Communicator::Communicator(std::shared_ptr<Engine> engine)
@@ -94,43 +109,56 @@ nb::object Communicator::all_reduce(nb::handle tensor, nb::handle out, nb::handl
                                     nb::handle timeout_s, bool async_op) {
   Collected c(Verb::all_reduce);
   const OpAndFactor reduction = read_op(op, factor);
+  Made made = make_output(out, tensor);
   const View in = view_tensor(tensor, "tensor");
   set_reduction(c.call, tensor, in.dtype, reduction);
   c.call.count = in.count;
   c.call.in = in.data;
   c.call.out = out.is_none() ? in.data : matching_output(out, in);
   c.tensors[0] = tensor;
-  return run(c, timeout_s, async_op, out.is_none() ? tensor : out);
+  return made.result(run(c, timeout_s, async_op, out.is_none() ? tensor : out), async_op);
 }
 
 nb::object Communicator::reduce(nb::handle tensor, nb::handle root, nb::handle out, nb::handle op, nb::handle factor,
                                 nb::handle timeout_s, bool async_op) {
   Collected c(Verb::reduce);
   const OpAndFactor reduction = read_op(op, factor);
+  c.call.root = arguments_.rank_in_group(root, "root");
+  Made made = make_output(out, tensor, rank_ == c.call.root);
   const View in = view_tensor(tensor, "tensor");
   set_reduction(c.call, tensor, in.dtype, reduction);
-  c.call.root = arguments_.rank_in_group(root, "root");
   c.call.count = in.count;
   c.call.in = in.data;
   if (rank_ == c.call.root) c.call.out = out.is_none() ? in.data : matching_output(out, in);
   c.tensors[0] = tensor;
-  return run(c, timeout_s, async_op, out.is_none() ? tensor : out);
+  return made.result(run(c, timeout_s, async_op, out.is_none() ? tensor : out), async_op);
 }
 
-nb::object Communicator::broadcast(nb::handle tensor, nb::handle root, nb::handle timeout_s, bool async_op) {
+nb::object Communicator::broadcast(nb::handle tensor, nb::handle root, nb::handle out, nb::handle timeout_s,
+                                   bool async_op) {
   Collected c(Verb::broadcast);
-  const View view = view_tensor(tensor, "tensor");
-  c.call.dtype = view.dtype;
   c.call.root = arguments_.rank_in_group(root, "root");
-  c.call.count = view.count;
-  c.call.in = c.call.out = view.data;
+  Made made = make_output(out, tensor);
+  const View in = view_tensor(tensor, "tensor");
+  std::byte* target = out.is_none() ? in.data : matching_output(out, in);
+  c.call.dtype = in.dtype;
+  c.call.count = in.count;
+  c.call.in = c.call.out = target;
   c.tensors[0] = tensor;
-  return run(c, timeout_s, async_op, tensor);
+  // The root's own copy: while the others read the tensor, if they can; else first, and they read the copy.
+  const bool copies = rank_ == c.call.root && target != in.data && in.count;
+  const bool copies_after = copies && !async_op && is_reachable(in.data, in.bytes());
+  if (copies_after) c.call.in = c.call.out = in.data;
+  if (copies && !copies_after) copy_bytes(target, in);
+  nb::object ran = run(c, timeout_s, async_op, out.is_none() ? tensor : out);
+  if (copies_after) copy_bytes(target, in);
+  return made.result(std::move(ran), async_op);
 }
 
 nb::object Communicator::all_gather(nb::handle output, nb::handle input, nb::handle counts, nb::handle timeout_s,
                                     bool async_op) {
   Collected c(Verb::all_gather);
+  Made made = make_output(output, input);
   const View in = view_tensor(input, "input");
   arguments_.read_parts(c.out, output, "output", counts, "counts");
   arguments_.fits(in, "input", c.out, "output");
@@ -139,13 +167,14 @@ nb::object Communicator::all_gather(nb::handle output, nb::handle input, nb::han
   c.call.in = in.data;
   c.tensors[0] = output;
   c.tensors[1] = input;
-  return run(c, timeout_s, async_op, output);
+  return made.result(run(c, timeout_s, async_op, output), async_op);
 }
 
 nb::object Communicator::reduce_scatter(nb::handle output, nb::handle input, nb::handle counts, nb::handle op,
                                         nb::handle factor, nb::handle timeout_s, bool async_op) {
   Collected c(Verb::reduce_scatter);
   const OpAndFactor reduction = read_op(op, factor);
+  Made made = make_output(output, input);
   const View out = view_tensor(output, "output");
   arguments_.read_parts(c.in, input, "input", counts, "counts");
   arguments_.fits(out, "output", c.in, "input");
@@ -154,15 +183,16 @@ nb::object Communicator::reduce_scatter(nb::handle output, nb::handle input, nb:
   c.call.out = out.data;
   c.tensors[0] = output;
   c.tensors[1] = input;
-  return run(c, timeout_s, async_op, output);
+  return made.result(run(c, timeout_s, async_op, output), async_op);
 }
 
 nb::object Communicator::gather(nb::handle output, nb::handle input, nb::handle root, nb::handle counts,
                                 nb::handle timeout_s, bool async_op) {
   Collected c(Verb::gather);
+  c.call.root = arguments_.rank_in_group(root, "root");
+  Made made = make_output(output, input, rank_ == c.call.root);
   const View in = view_tensor(input, "input");
   c.call.dtype = in.dtype;
-  c.call.root = arguments_.rank_in_group(root, "root");
   c.call.count = in.count;
   c.call.in = in.data;
   if (rank_ == c.call.root) {
@@ -171,12 +201,13 @@ nb::object Communicator::gather(nb::handle output, nb::handle input, nb::handle 
   }
   c.tensors[0] = output;
   c.tensors[1] = input;
-  return run(c, timeout_s, async_op, output);
+  return made.result(run(c, timeout_s, async_op, output), async_op);
 }
 
 nb::object Communicator::scatter(nb::handle output, nb::handle input, nb::handle root, nb::handle counts,
                                  nb::handle timeout_s, bool async_op) {
   Collected c(Verb::scatter);
+  Made made = make_output(output, input);
   const View out = view_tensor(output, "output");
   c.call.dtype = out.dtype;
   c.call.root = arguments_.rank_in_group(root, "root");
@@ -188,19 +219,20 @@ nb::object Communicator::scatter(nb::handle output, nb::handle input, nb::handle
   }
   c.tensors[0] = output;
   c.tensors[1] = input;
-  return run(c, timeout_s, async_op, output);
+  return made.result(run(c, timeout_s, async_op, output), async_op);
 }
 
 nb::object Communicator::all_to_all(nb::handle output, nb::handle input, nb::handle output_counts,
                                     nb::handle input_counts, nb::handle timeout_s, bool async_op) {
   Collected c(Verb::all_to_all);
+  Made made = make_output(output, input);
   arguments_.read_parts(c.out, output, "output", output_counts, "output_counts");
   arguments_.read_parts(c.in, input, "input", input_counts, "input_counts");
   arguments_.fit(c.out, c.in);
   c.call.dtype = c.in.dtype;
   c.tensors[0] = output;
   c.tensors[1] = input;
-  return run(c, timeout_s, async_op, output);
+  return made.result(run(c, timeout_s, async_op, output), async_op);
 }
 
 nb::object Communicator::send(nb::handle tensor, nb::handle dst, nb::handle tag, nb::handle timeout_s, bool async_op) {
@@ -268,6 +300,29 @@ void Communicator::matmul_reduce(nb::handle products, nb::handle output, nb::han
 }
 
 // -- steps of a verb
+
+// An output that is a number stands for a new tensor of so many rows, -1 for as many as the input has. The input may
+// then have gaps or be a lazy view, and is copied if so. Puts what was made in the place of both arguments.
+Communicator::Made Communicator::make_output(nb::handle& output, nb::handle& input, bool wanted) {
+  Made made;
+  if (!PyLong_CheckExact(output.ptr())) return made;
+  const int64_t rows = PyLong_AsLongLong(output.ptr());  // too large a number is -1, and an error
+  if (PyErr_Occurred()) nb::raise_python_error();
+  output = nb::none();
+  Failure failure;
+  made.output = make_like(input, rows, failure);
+  if (made.output.is_valid() && made.output.is_none()) {
+    made.input = plain_copy(input);
+    input = made.input;
+    made.output = make_like(input, rows, failure);
+  }
+  if (!made.output.is_valid()) raise(failure);
+  if (wanted)
+    output = made.output;
+  else
+    made.output = nb::object();
+  return made;
+}
 
 nb::object Communicator::run(Collected& c, nb::handle timeout_s, bool async_op, nb::handle outputs) {
   c.call.timeout_ns = call_timeout_ns(timeout_s);

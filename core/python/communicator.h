@@ -37,13 +37,13 @@ class Communicator {
   std::vector<int> pids();
 
   // Verbs. `timeout_s` None or 0 stands for the group's. With `async_op` they return a Handle, else None; recv the rank
-  // a message came from.
+  // a message came from. An output may be a number, the rows of a new tensor like the input; it is returned then.
   nb::object barrier(nb::handle timeout_s, bool async_op);
   nb::object all_reduce(nb::handle tensor, nb::handle out, nb::handle op, nb::handle factor, nb::handle timeout_s,
                         bool async_op);
   nb::object reduce(nb::handle tensor, nb::handle root, nb::handle out, nb::handle op, nb::handle factor,
                     nb::handle timeout_s, bool async_op);
-  nb::object broadcast(nb::handle tensor, nb::handle root, nb::handle timeout_s, bool async_op);
+  nb::object broadcast(nb::handle tensor, nb::handle root, nb::handle out, nb::handle timeout_s, bool async_op);
   nb::object all_gather(nb::handle output, nb::handle input, nb::handle counts, nb::handle timeout_s, bool async_op);
   nb::object reduce_scatter(nb::handle output, nb::handle input, nb::handle counts, nb::handle op, nb::handle factor,
                             nb::handle timeout_s, bool async_op);
@@ -81,9 +81,11 @@ class Communicator {
 
  private:
   struct Collected;
+  struct Made;
 
   Group& group() { return engine_->group(); }
   [[noreturn]] void raise(const Failure& failure) { unisono::raise(failure, name(), rank_); }
+  Made make_output(nb::handle& output, nb::handle& input, bool wanted = true);
   nb::object run(Collected& collected, nb::handle timeout_s, bool async_op, nb::handle outputs);
   void run_now(Call& call);
   nb::object start(std::shared_ptr<Ticket> ticket, nb::list keep, nb::handle outputs);

@@ -8,7 +8,7 @@ namespace {
 
 PyTypeObject* tensor_type = nullptr;
 dlpack::Exchange* exchange = nullptr;
-nb::handle torch_uint8, torch_int8;
+nb::handle torch_uint8, torch_int8, torch_strided;
 
 // Owns what a tensor made here lies on. Shape and strides stand behind it, in the same allocation: making a small
 // tensor is on the way of every small functional call.
@@ -159,6 +159,7 @@ void learn_tensor_type(nb::handle type) {
   nb::module_ torch = nb::module_::import_("torch");
   torch_uint8 = nb::object(torch.attr("uint8")).release();  // kept for good
   torch_int8 = nb::object(torch.attr("int8")).release();
+  torch_strided = nb::object(torch.attr("strided")).release();
   exchange = table;
   tensor_type = reinterpret_cast<PyTypeObject*>(type.ptr());
 }
@@ -259,6 +260,12 @@ nb::object make_like(nb::handle object, int64_t rows, Failure& failure) {
   std::copy_n(t.shape, t.ndim, shape);
   shape[0] = rows;
   return make_tensor(shape, static_cast<size_t>(t.ndim), t.dtype, failure);
+}
+
+nb::object plain_copy(nb::handle object) {
+  const bool is_strided = is_tensor(object) && nb::object(object.attr("layout")).is(torch_strided);
+  if (!is_strided || !nb::cast<bool>(object.attr("is_cpu"))) view_tensor(object, "tensor");
+  return object.attr("contiguous")().attr("resolve_conj")().attr("resolve_neg")();
 }
 
 nb::object wrap_bytes(std::byte* data, size_t bytes, std::shared_ptr<void> keep) {

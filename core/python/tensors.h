@@ -93,6 +93,9 @@ nanobind::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType
 // Python's None if the other is not as view_tensor wants it: check and allocation in one step.
 nanobind::object make_like(nanobind::handle object, int64_t rows, Failure& failure);
 
+// A copy of a dense tensor without gaps, conjugation and negation; other tensors are refused as view_tensor does.
+nanobind::object plain_copy(nanobind::handle object);
+
 // A tensor of bytes over memory that `keep` keeps alive.
 nanobind::object wrap_bytes(std::byte* data, size_t bytes, std::shared_ptr<void> keep);
 

@@ -53,6 +53,7 @@ class Pending:
     def on_done(self, callback: Callable[[], None], /) -> None: ...
 
 _Tensors = torch.Tensor | Sequence[torch.Tensor]
+_Output = Any
 
 class Communicator:
     rank: int
@@ -68,68 +69,70 @@ class Communicator:
     def all_reduce(
         self,
         tensor: torch.Tensor,
-        out: torch.Tensor | None,
+        out: _Output,
         op: _ReduceOp,
         factor: float | None,
         timeout_s: float | None,
         async_op: bool,
-    ) -> Handle | None: ...
+    ) -> Any: ...
     def reduce(
         self,
         tensor: torch.Tensor,
         root: int,
-        out: torch.Tensor | None,
+        out: _Output,
         op: _ReduceOp,
         factor: float | None,
         timeout_s: float | None,
         async_op: bool,
-    ) -> Handle | None: ...
-    def broadcast(self, tensor: torch.Tensor, root: int, timeout_s: float | None, async_op: bool) -> Handle | None: ...
+    ) -> Any: ...
+    def broadcast(
+        self, tensor: torch.Tensor, root: int, out: _Output, timeout_s: float | None, async_op: bool
+    ) -> Any: ...
     def all_gather(
         self,
-        output: _Tensors,
+        output: _Output,
         input: torch.Tensor,
         counts: Sequence[int] | None,
         timeout_s: float | None,
         async_op: bool,
-    ) -> Handle | None: ...
+    ) -> Any: ...
     def reduce_scatter(
         self,
-        output: torch.Tensor,
+        output: _Output,
         input: _Tensors,
         counts: Sequence[int] | None,
         op: _ReduceOp,
         factor: float | None,
         timeout_s: float | None,
         async_op: bool,
-    ) -> Handle | None: ...
+    ) -> Any: ...
     def gather(
         self,
-        output: _Tensors | None,
+        output: _Output,
         input: torch.Tensor,
         root: int,
         counts: Sequence[int] | None,
         timeout_s: float | None,
         async_op: bool,
-    ) -> Handle | None: ...
+    ) -> Any: ...
     def scatter(
         self,
-        output: torch.Tensor,
+        output: _Output,
         input: _Tensors | None,
         root: int,
         counts: Sequence[int] | None,
         timeout_s: float | None,
         async_op: bool,
-    ) -> Handle | None: ...
+    ) -> Any: ...
     def all_to_all(
         self,
-        output: _Tensors,
+        output: _Output,
         input: _Tensors,
         output_counts: Sequence[int] | None,
         input_counts: Sequence[int] | None,
         timeout_s: float | None,
         async_op: bool,
-    ) -> Handle | None: ...
+    ) -> Any: ...
     def matmul_reduce(
         self,
         products: torch.Tensor,

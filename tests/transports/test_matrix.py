@@ -78,7 +78,7 @@ class Run:
     def broadcast(self):
         parts = self.inputs(*[self.unit] * self.size)
         mine = parts[self.rank].clone()
-        return self.t.broadcast(mine, self.root, None, self.async_op), mine, parts[self.root]
+        return self.t.broadcast(mine, self.root, None, None, self.async_op), mine, parts[self.root]
 
     def all_gather(self, counts=None):
         counts = self.counts if counts is None else counts
@@ -170,7 +170,7 @@ def test_values(pool, size, name, verb, async_op, tmp_path):
 DISAGREE = {
     "all_reduce": lambda t, odd: t.all_reduce(torch.ones(5), None, "max" if odd else "sum", None, None, False),
     "reduce": lambda t, odd: t.reduce(torch.ones(5), 1 if odd else 0, None, "sum", None, None, False),
-    "broadcast": lambda t, odd: t.broadcast(torch.ones(6 if odd else 5), 0, None, False),
+    "broadcast": lambda t, odd: t.broadcast(torch.ones(6 if odd else 5), 0, None, None, False),
     "all_gather": lambda t, odd: _gather(t, [2, *[1] * (t.size - 2), 0] if odd else [1] * t.size),
     "all_gather equal": lambda t, odd: t.all_gather(
         torch.zeros((1 + odd) * t.size), torch.ones(1 + odd), None, None, False

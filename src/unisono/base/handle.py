@@ -73,6 +73,11 @@ class Handle:
         self.wait()
         return self._outputs
 
+    @property
+    def outputs(self) -> Any:
+        """What the call writes, which may not be read before it is over."""
+        return self._outputs
+
     def of(self, outputs: Any) -> Handle:
         """The handle of the same call, with its outputs in another form."""
         return Handle(self._pending, self._op, outputs)

@@ -19,7 +19,7 @@ _NAMES = {number: name for name, number in NUMBERS.items()}
 _TORCH_OPS = {number: getattr(dist.ReduceOp, name.upper()) for name, number in NUMBERS.items() if name != "premul_sum"}
 AVG, SUM, PREMUL_SUM = NUMBERS["avg"], NUMBERS["sum"], NUMBERS["premul_sum"]
 
-#: The classes of torch's reduce operations.
+#: The classes of torch's reduce operations. Compare types: isinstance takes microseconds for these.
 TORCH_CLASSES = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,23 +18,18 @@ from ..transport.protocol import Transport
 
 def member(function: str, group: GroupLike) -> ProcessGroup | Group:
     """The group that is meant, which this process must be in: elsewhere there is no result to return."""
-    found = resolve(group)
-    if found is None:
-        raise _outside(function, group)
-    return found
+    return resolve(group) or outside(function, group)
 
 
 def transport(function: str, group: GroupLike, tensor: Tensor) -> Transport:
     """The transport for this tensor on the group that is meant, which this process must be in."""
-    found = find(group, tensor)
-    if found is None:
-        raise _outside(function, group)
-    return found
+    return find(group, tensor) or outside(function, group)
 
 
-def _outside(function: str, group: GroupLike) -> ValueError:
+def outside(function: str, group: GroupLike) -> NoReturn:
+    """Raises for a group this process is not in."""
     words = f"the group {group!r}" if isinstance(group, str) else "the group"
-    return ValueError(f"For {function}, this process must be in {words}, and it is not")
+    raise ValueError(f"For {function}, this process must be in {words}, and it is not")
 
 
 def group_rank(function: str, argument: str, rank: Any, group: GroupLike) -> int:

@@ -50,7 +50,7 @@ def check_whole_and_part(
             f"'{name}' must have as many elements as this rank's rows\n"
             + _expected_got(f"{counts[rank]} elements on rank {rank}", f"{part_elements} of shape {list(part.shape)}")
         )
-    _check_overlap(whole, part, sum(counts[:rank]), gather)
+    _check_overlap(whole, part, sum(counts[:rank]), part_elements, gather)
     return counts
 
 
@@ -202,12 +202,10 @@ def _check_memory(group: GroupLike, whole: Tensor, part: Tensor, gather: bool) -
             )
 
 
-def _check_overlap(whole: Tensor, part: Tensor, at: int, gather: bool) -> None:
+def _check_overlap(whole: Tensor, part: Tensor, at: int, part_elements: int, gather: bool) -> None:
     """Apart, or the part is exactly this rank's rows of the whole."""
-    start, bytes = part.data_ptr(), part.nbytes
-    if start == whole.data_ptr() + at * whole.element_size():
-        return
-    if _overlap(whole.data_ptr(), whole.nbytes, start, bytes):
+    start, begin, size = part.data_ptr(), whole.data_ptr(), whole.element_size()
+    if start != begin + at * size and _overlap(begin, whole.numel() * size, start, part_elements * size):
         raise ValueError(
             f"'{'input' if gather else 'output'}' overlaps '{'output' if gather else 'input'}' and is not exactly "
             "this rank's part\n" + _expected_got("tensors apart, or this rank's own rows", "some shared bytes")

@@ -16,7 +16,6 @@ from ..calls.splits import SplitsLike, Words, check, splits_of
 
 #: The strings an ``op`` may be.
 OPS = ("sum", "prod", "min", "max", "avg")
-_KNOWN = frozenset(OPS)
 
 
 def no_tensor(function: str, got: object) -> NoReturn:
@@ -24,13 +23,13 @@ def no_tensor(function: str, got: object) -> NoReturn:
     raise TypeError(f"For {function}, the input tensor must be tensor\n  got {type(got).__name__}")
 
 
-def reduction(function: str, op: Any) -> tuple[str, float]:
-    """The name of a reduce operation, and the factor of a PREMUL_SUM (1.0 for others)."""
+def reduction(function: str, op: Any) -> tuple[str, float | None]:
+    """The name of a reduce operation, and the factor of a PREMUL_SUM (None for others)."""
     if isinstance(op, str):
-        if op in _KNOWN:
-            return op, 1.0
+        if op in OPS:
+            return op, None
         raise TypeError(f"For {function}, the input op value must be one of {', '.join(OPS)}\n  got {op!r}")
-    if not isinstance(op, ops.TORCH_CLASSES):
+    if type(op) not in ops.TORCH_CLASSES:
         raise TypeError(
             f"For {function}, the input op type must be str\n  or a torch ReduceOp, got {type(op).__name__}"
         )
@@ -39,16 +38,11 @@ def reduction(function: str, op: Any) -> tuple[str, float]:
     except ValueError as error:
         raise TypeError(f"For {function}, the input op is a bare PREMUL_SUM\n  {error}") from None
     name = ops.name_of(number)
-    return ("prod" if name == "product" else name), factor
+    return ("prod" if name == "product" else name), factor if number == ops.PREMUL_SUM else None
 
 
 # torch.compile runs it while it traces and puts what it says into the graph.
 setattr(reduction, "_dynamo_marked_constant", True)  # noqa: B010
-
-
-def factor_of(op: str, factor: float) -> float | None:
-    """The factor as a transport takes it: with a premul_sum only."""
-    return factor if op == "premul_sum" else None
 
 
 def equal_parts(rows: int, size: int) -> int:
@@ -68,7 +62,7 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 def uneven_splits(sizes: SplitsLike, rows: int | None, size: int) -> list[int]:
     """Rows per rank as a list, checked; empty if none were given and ``rows``, their total, is not known either."""
-    if isinstance(sizes, (str, *ops.TORCH_CLASSES)):
+    if type(sizes) is str or type(sizes) in ops.TORCH_CLASSES:
         raise TypeError(f"the split sizes come before 'op': expected a list of whole numbers, or None, got {sizes}")
     if torch.compiler.is_compiling():  # keep sizes that are symbols
         given = () if sizes is None else tuple(sizes)
@@ -85,8 +79,10 @@ def uneven_splits(sizes: SplitsLike, rows: int | None, size: int) -> list[int]:
 def exchange_splits(function: str, side: str, sizes: Any, rows: int, size: int) -> list[int]:
     """Rows for or from each rank of an all-to-all, equal if none are given."""
     given = () if sizes is None else tuple(sizes)
-    uneven = f"{side} shape at dim 0 must be divided by world_size, but got {rows} and {size}."
-    wrong = f"For {function}, '{side}_split_sizes' must be {size} numbers that add up to the {rows} rows"
-    words = Words(uneven, length=wrong, total=wrong, kind=ValueError)
-    check(given, rows, size, words)
+    try:
+        check(given, rows, size)
+    except (RuntimeError, ValueError):
+        uneven = f"{side} shape at dim 0 must be divided by world_size, but got {rows} and {size}."
+        wrong = f"For {function}, '{side}_split_sizes' must be {size} numbers that add up to the {rows} rows"
+        check(given, rows, size, Words(uneven, length=wrong, total=wrong, kind=ValueError))
     return list(given) or [rows // size] * size

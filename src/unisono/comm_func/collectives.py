@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..base.handle import Handle
-from ..calls.groups import group_rank, member, place, transport
+from ..calls.groups import group_rank, outside, place
 from ..calls.splits import SplitsLike
 from ..group.names import GroupLike
-from ..transport.find import find_for_barrier
+from ..transport.find import find, find_for_barrier
 from . import operators, run
-from .arguments import as_rows, equal_parts, no_tensor, reduction, uneven_splits
+from .arguments import OPS, as_rows, equal_parts, no_tensor, reduction, uneven_splits
 
 _modes = torch._C._len_torch_dispatch_stack
 _WITHOUT_BEHAVIOUR = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
@@ -45,11 +45,11 @@ def all_reduce(
 
     ``op`` is sum, prod, min, max, avg, or a torch ReduceOp. Differentiable.
     """
+    name, factor = (op, None) if type(op) is str and op in OPS else reduction("all_reduce", op)
+    if is_direct(tensor):
+        return run.all_reduce(find(group, tensor) or outside("all_reduce", group), tensor, name, factor, async_op)
     if not isinstance(tensor, Tensor):
         no_tensor("all_reduce", tensor)
-    name, factor = reduction("all_reduce", op)
-    if is_direct(tensor):
-        return run.all_reduce(transport("all_reduce", group, tensor), tensor, name, factor, async_op)
     here = place("all_reduce", group)
     return operators.start(async_op, "all_reduce", operators.all_reduce, tensor, name, factor, *here)
 
@@ -64,10 +64,10 @@ def all_gather_into_tensor(
 
     Tensors must have the same shape on all ranks; a 0-dim tensor counts as one row. Differentiable.
     """
+    if is_direct(tensor):
+        return run.all_gather(find(group, tensor) or outside("all_gather_into_tensor", group), tensor, None, async_op)
     if not isinstance(tensor, Tensor):
         no_tensor("all_gather_into_tensor", tensor)
-    if is_direct(tensor):
-        return run.all_gather(transport("all_gather_into_tensor", group, tensor), tensor, None, async_op)
     rank, size, name = place("all_gather_into_tensor", group)
     rows = as_rows(tensor)
     splits = [rows.shape[0]] * size
@@ -84,12 +84,12 @@ def all_gather_into_tensor_uneven(
 
     None, or an empty list: all ranks have as many as this one. Differentiable.
     """
-    if not isinstance(tensor, Tensor):
-        no_tensor("all_gather_into_tensor_uneven", tensor)
     function = "all_gather_into_tensor_uneven"
     if is_direct(tensor):
-        found = transport(function, group, tensor)
+        found = find(group, tensor) or outside(function, group)
         return run.all_gather(found, tensor, _gathered(tensor, output_split_sizes, found.rank, found.size), async_op)
+    if not isinstance(tensor, Tensor):
+        no_tensor("all_gather_into_tensor_uneven", tensor)
     rank, size, name = place(function, group)
     rows = as_rows(tensor)
     splits = _gathered(rows, output_split_sizes, rank, size)
@@ -118,13 +118,13 @@ def reduce_scatter_tensor(
 
     Dimension 0 must be a multiple of the group's size. Differentiable.
     """
-    if not isinstance(tensor, Tensor):
-        no_tensor("reduce_scatter_tensor", tensor)
-    name, factor = reduction("reduce_scatter_tensor", op)
+    name, factor = (op, None) if type(op) is str and op in OPS else reduction("reduce_scatter_tensor", op)
     if is_direct(tensor):
-        found = transport("reduce_scatter_tensor", group, tensor)
+        found = find(group, tensor) or outside("reduce_scatter_tensor", group)
         equal_parts(tensor.shape[0] if tensor.dim() else 1, found.size)
         return run.reduce_scatter(found, tensor, None, name, factor, async_op)
+    if not isinstance(tensor, Tensor):
+        no_tensor("reduce_scatter_tensor", tensor)
     rank, size, where = place("reduce_scatter_tensor", group)
     rows = as_rows(tensor)
     splits = [equal_parts(rows.shape[0], size)] * size
@@ -147,13 +147,13 @@ def reduce_scatter_tensor_uneven(
     None, or an empty list: equal shares. Differentiable.
     """
     function = "reduce_scatter_tensor_uneven"
-    if not isinstance(tensor, Tensor):
-        no_tensor(function, tensor)
-    name, factor = reduction(function, op)
+    name, factor = (op, None) if type(op) is str and op in OPS else reduction(function, op)
     if is_direct(tensor):
-        found = transport(function, group, tensor)
+        found = find(group, tensor) or outside(function, group)
         splits = uneven_splits(input_split_sizes, tensor.shape[0] if tensor.dim() else 1, found.size)
         return run.reduce_scatter(found, tensor, splits, name, factor, async_op)
+    if not isinstance(tensor, Tensor):
+        no_tensor(function, tensor)
     rank, size, where = place(function, group)
     rows = as_rows(tensor)
     splits = uneven_splits(input_split_sizes, rows.shape[0], size)
@@ -169,12 +169,12 @@ def reduce(tensor: Tensor, dst: int, op: Any = "sum", group: GroupLike = None) -
 
     ``dst`` is a global rank. Differentiable.
     """
-    if not isinstance(tensor, Tensor):
-        no_tensor("reduce", tensor)
-    name, factor = reduction("reduce", op)
+    name, factor = (op, None) if type(op) is str and op in OPS else reduction("reduce", op)
     root = group_rank("reduce", "dst", dst, group)
     if is_direct(tensor):
-        return run.reduce(transport("reduce", group, tensor), tensor, root, name, factor)
+        return run.reduce(find(group, tensor) or outside("reduce", group), tensor, root, name, factor)
+    if not isinstance(tensor, Tensor):
+        no_tensor("reduce", tensor)
     return operators.reduce(tensor, root, name, factor, *place("reduce", group))  # type: ignore[no-any-return]
 
 
@@ -186,11 +186,11 @@ def broadcast(tensor: Tensor, src: int = 0, group: GroupLike = None) -> Tensor:
 
     ``src`` is a global rank. Differentiable.
     """
-    if not isinstance(tensor, Tensor):
-        no_tensor("broadcast", tensor)
     root = group_rank("broadcast", "src", src, group)
     if is_direct(tensor):
-        return run.broadcast(transport("broadcast", group, tensor), tensor, root)
+        return run.broadcast(find(group, tensor) or outside("broadcast", group), tensor, root)
+    if not isinstance(tensor, Tensor):
+        no_tensor("broadcast", tensor)
     return operators.broadcast(tensor, root, *place("broadcast", group))  # type: ignore[no-any-return]
 
 
@@ -202,13 +202,13 @@ def scatter_tensor(tensor: Tensor, src: int = 0, group: GroupLike = None) -> Ten
 
     ``src`` is a global rank. Differentiable.
     """
-    if not isinstance(tensor, Tensor):
-        no_tensor("scatter_tensor", tensor)
     root = group_rank("scatter_tensor", "src", src, group)
     if is_direct(tensor):
-        found = transport("scatter_tensor", group, tensor)
+        found = find(group, tensor) or outside("scatter_tensor", group)
         equal_parts(tensor.shape[0] if tensor.dim() else 1, found.size)
         return run.scatter(found, tensor, root)
+    if not isinstance(tensor, Tensor):
+        no_tensor("scatter_tensor", tensor)
     here = place("scatter_tensor", group)
     rows = as_rows(tensor)
     equal_parts(rows.shape[0], here[1])
@@ -223,15 +223,14 @@ def gather_into_tensor(tensor: Tensor, dst: int = 0, group: GroupLike = None) ->
 
     ``dst`` is a global rank. Differentiable.
     """
-    if not isinstance(tensor, Tensor):
-        no_tensor("gather_into_tensor", tensor)
     root = group_rank("gather_into_tensor", "dst", dst, group)
     if is_direct(tensor):
-        return run.gather(transport("gather_into_tensor", group, tensor), tensor, root)
+        return run.gather(find(group, tensor) or outside("gather_into_tensor", group), tensor, root)
+    if not isinstance(tensor, Tensor):
+        no_tensor("gather_into_tensor", tensor)
     return operators.gather(as_rows(tensor), root, *place("gather_into_tensor", group))  # type: ignore[no-any-return]
 
 
 def barrier(group: GroupLike = None) -> None:
     """Returns when every rank has called it."""
-    member("barrier", group)
-    find_for_barrier(group).barrier(None, False)  # type: ignore[union-attr]
+    (find_for_barrier(group) or outside("barrier", group)).barrier(None, False)

@@ -41,7 +41,12 @@ def all_to_all_with_output_shape(
     if not isinstance(output_shape_list, (list, tuple)):
         raise TypeError(f"Expected list or tuple, but got {type(output_shape_list)}.")
     shapes = [_shape(shape) for shape in output_shape_list]
-    rank, size, name = place(function, group)
+    direct = all(map(is_direct, input_tensor_list)) and bool(input_tensor_list)
+    if direct:
+        found = transport(function, group, input_tensor_list[0])
+        rank, size, name = found.rank, found.size, ""
+    else:
+        rank, size, name = place(function, group)
     for argument, items in (("input_tensor_list", input_tensor_list), ("output_shape_list", shapes)):
         if len(items) != size:
             raise ValueError(f"For {function}, '{argument}' must have one entry per rank: {size}, got {len(items)}")
@@ -49,8 +54,7 @@ def all_to_all_with_output_shape(
     for tensor in input_tensor_list:
         if tensor.dtype != dtype:
             raise TypeError(f"all_to_all input dtype must be the same, but got {dtype} and {tensor.dtype}.")
-    if all(map(is_direct, input_tensor_list)):
-        found = transport(function, group, input_tensor_list[0])
+    if direct:
         return run.all_to_all_lists(found, input_tensor_list, shapes, async_op)
     joined = torch.cat([tensor.reshape(-1) for tensor in input_tensor_list])
     counts = [math.prod(shape) for shape in shapes]
@@ -80,7 +84,11 @@ def all_to_all_single_with_output_shape(
         raise TypeError(f"Expected tensor, but got {type(tensor)}")
     shape = _shape(output_shape)
     direct = is_direct(tensor)
-    rank, size, name = place(function, group)
+    if direct:
+        found = transport(function, group, tensor)
+        rank, size, name = found.rank, found.size, ""
+    else:
+        rank, size, name = place(function, group)
     rows = as_rows(tensor)
     output_splits = exchange_splits(function, "output", output_split_sizes, shape[0] if shape else 1, size)
     input_splits = exchange_splits(function, "input", input_split_sizes, rows.shape[0], size)
@@ -90,7 +98,6 @@ def all_to_all_single_with_output_shape(
         output_splits = [n * math.prod(other) for n in output_splits]
         input_splits = [n * math.prod(tail) for n in input_splits]
     if direct:
-        found = transport(function, group, tensor)
         received, handle = run.all_to_all(found, rows, output_splits, input_splits, async_op)
     else:
         received, handle = _by_operator(rows, output_splits, input_splits, rank, name, async_op)
@@ -136,7 +143,8 @@ def all_to_all_v_c(
                 f"For all_to_all_v_c, this rank's counts must add up to the {rows} rows of '{argument}', got {counts}"
             )
     output_counts, input_counts = [n * row for n in received], [n * row for n in sent]
-    return found.all_to_all(output, run.plain(input), output_counts, input_counts, None, async_op)
+    handle: Handle | None = found.all_to_all(output, run.plain(input), output_counts, input_counts, None, async_op)
+    return handle
 
 
 def _by_operator(

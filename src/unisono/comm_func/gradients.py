@@ -26,7 +26,14 @@ def _stretched(nothing: Tensor, shape: Any) -> Tensor:
 
 
 def _through_reduction(
-    op: str, factor: float, grad: Tensor, tensor: Tensor | None, result: Tensor | None, rank: int, size: int, group: str
+    op: str,
+    factor: float | None,
+    grad: Tensor,
+    tensor: Tensor | None,
+    result: Tensor | None,
+    rank: int,
+    size: int,
+    group: str,
 ) -> Tensor:
     """From the gradient of a whole reduction, summed over the ranks that received it, to that of this rank's part."""
     if op == "sum":
@@ -34,14 +41,14 @@ def _through_reduction(
     if op == "avg":
         return grad / size
     if op == "premul_sum":
-        return grad * factor
+        return grad * factor  # type: ignore[operator]
     assert tensor is not None
     if op == "prod":
         everyone = ops.all_gather(tensor.reshape(1, -1), [1] * size, rank, group)
         others = torch.cat([everyone[:rank], everyone[rank + 1 :]]).prod(0)
         return grad * others.conj().reshape(tensor.shape)
     chosen = ((tensor == result) | (tensor != tensor)).to(grad.dtype)  # a NaN is chosen, and equals nothing
-    ties: Tensor = ops.all_reduce(chosen, "sum", 1.0, rank, size, group).clamp(min=1)
+    ties: Tensor = ops.all_reduce(chosen, "sum", None, rank, size, group).clamp(min=1)
     return grad * chosen / ties
 
 
@@ -63,7 +70,7 @@ def _setup_all_reduce(ctx: Any, inputs: Any, output: Tensor) -> None:
 
 
 def _all_reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    whole = ops.all_reduce(grad, "sum", 1.0, ctx.rank, ctx.size, ctx.group)
+    whole = ops.all_reduce(grad, "sum", None, ctx.rank, ctx.size, ctx.group)
     mine = _through_reduction(ctx.op, ctx.factor, whole, *_kept(ctx), ctx.rank, ctx.size, ctx.group)
     return mine, None, None, None, None, None
 
@@ -79,7 +86,7 @@ def _setup_all_gather(ctx: Any, inputs: Any, output: Tensor) -> None:
 
 
 def _all_gather(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return ops.reduce_scatter(grad, ctx.splits, "sum", 1.0, ctx.rank, ctx.group), None, None, None
+    return ops.reduce_scatter(grad, ctx.splits, "sum", None, ctx.rank, ctx.group), None, None, None
 
 
 ops.all_gather.register_autograd(_all_gather, setup_context=_setup_all_gather)
@@ -133,7 +140,7 @@ def _setup_rooted(ctx: Any, inputs: Any, output: Tensor) -> None:
 
 
 def _broadcast(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    total = ops.reduce(grad, ctx.root, "sum", 1.0, ctx.rank, ctx.size, ctx.group)
+    total = ops.reduce(grad, ctx.root, "sum", None, ctx.rank, ctx.size, ctx.group)
     return (total if ctx.rank == ctx.root else _stretched(total, ctx.shape)), None, None, None, None
 
 

@@ -76,7 +76,7 @@ def _kept(result: run.Result) -> Tensor:
 
 
 @custom_op("unisono::all_reduce", mutates_args=())
-def all_reduce(tensor: Tensor, op: str, factor: float, rank: int, size: int, group: str) -> Tensor:
+def all_reduce(tensor: Tensor, op: str, factor: float | None, rank: int, size: int, group: str) -> Tensor:
     """Every rank: the ranks' tensors combined."""
     return _kept(run.all_reduce(_transport(group, rank, size, tensor), tensor, op, factor, _wish.async_op))
 
@@ -88,14 +88,16 @@ def all_gather(tensor: Tensor, splits: Sequence[int], rank: int, group: str) -> 
 
 
 @custom_op("unisono::reduce_scatter", mutates_args=())
-def reduce_scatter(tensor: Tensor, splits: Sequence[int], op: str, factor: float, rank: int, group: str) -> Tensor:
+def reduce_scatter(
+    tensor: Tensor, splits: Sequence[int], op: str, factor: float | None, rank: int, group: str
+) -> Tensor:
     """Rank r: its splits[r] rows of the ranks' tensors combined."""
     where = _transport(group, rank, len(splits), tensor)
     return _kept(run.reduce_scatter(where, tensor, splits, op, factor, _wish.async_op))
 
 
 @custom_op("unisono::reduce", mutates_args=())
-def reduce(tensor: Tensor, root: int, op: str, factor: float, rank: int, size: int, group: str) -> Tensor:
+def reduce(tensor: Tensor, root: int, op: str, factor: float | None, rank: int, size: int, group: str) -> Tensor:
     """Root: the ranks' tensors combined; others: a 0."""
     return run.reduce(_transport(group, rank, size, tensor), tensor, root, op, factor)
 
@@ -163,12 +165,12 @@ def _(tensor: Tensor, splits: Sequence[int], rank: int, group: str) -> Tensor:
 
 
 @reduce_scatter.register_fake
-def _(tensor: Tensor, splits: Sequence[int], op: str, factor: float, rank: int, group: str) -> Tensor:
+def _(tensor: Tensor, splits: Sequence[int], op: str, factor: float | None, rank: int, group: str) -> Tensor:
     return _rows(tensor, splits[rank])
 
 
 @reduce.register_fake
-def _(tensor: Tensor, root: int, op: str, factor: float, rank: int, size: int, group: str) -> Tensor:
+def _(tensor: Tensor, root: int, op: str, factor: float | None, rank: int, size: int, group: str) -> Tensor:
     return _like(tensor) if rank == root else _nothing(tensor)
 
 

@@ -232,7 +232,7 @@ class Group:
         rank 0  [1, 2]        [11, 22]
         rank 1  [10, 20]  ->  [11, 22]
         """
-        return self.transport.all_reduce(tensor, out, op, factor, timeout_s, async_op)
+        return self.transport.all_reduce(tensor, out, op, factor, timeout_s, async_op)  # type: ignore[no-any-return]
 
     def reduce(
         self,
@@ -246,13 +246,13 @@ class Group:
         timeout_s: float | None = None,
     ) -> Handle | None:
         """Combines a tensor over all ranks into the root's tensor (or its ``out``); the others' stay as they are."""
-        return self.transport.reduce(tensor, root, out, op, factor, timeout_s, async_op)
+        return self.transport.reduce(tensor, root, out, op, factor, timeout_s, async_op)  # type: ignore[no-any-return]
 
     def broadcast(
         self, tensor: torch.Tensor, root: int, *, async_op: bool = False, timeout_s: float | None = None
     ) -> Handle | None:
         """Copies the root's tensor into every other rank's."""
-        return self.transport.broadcast(tensor, root, timeout_s, async_op)
+        return self.transport.broadcast(tensor, root, None, timeout_s, async_op)  # type: ignore[no-any-return]
 
     def all_gather(
         self,
@@ -270,7 +270,7 @@ class Group:
 
         ``output`` is one tensor, or a list of one tensor per rank. The input may be this rank's own part of the output.
         """
-        return self.transport.all_gather(output, input, counts, timeout_s, async_op)
+        return self.transport.all_gather(output, input, counts, timeout_s, async_op)  # type: ignore[no-any-return]
 
     def reduce_scatter(
         self,
@@ -290,7 +290,7 @@ class Group:
 
         ``input`` is one tensor, or a list of one tensor per rank. The output may be this rank's own part of the input.
         """
-        return self.transport.reduce_scatter(output, input, counts, op, factor, timeout_s, async_op)
+        return self.transport.reduce_scatter(output, input, counts, op, factor, timeout_s, async_op)  # type: ignore[no-any-return]
 
     def gather(
         self,
@@ -303,7 +303,7 @@ class Group:
         timeout_s: float | None = None,
     ) -> Handle | None:
         """Puts every rank's input behind one another on the root; ``output`` and ``counts`` are read there only."""
-        return self.transport.gather(output, input, root, counts, timeout_s, async_op)
+        return self.transport.gather(output, input, root, counts, timeout_s, async_op)  # type: ignore[no-any-return]
 
     def scatter(
         self,
@@ -316,7 +316,7 @@ class Group:
         timeout_s: float | None = None,
     ) -> Handle | None:
         """Gives each rank its part of the root's input; ``input`` and ``counts`` are read on the root only."""
-        return self.transport.scatter(output, input, root, counts, timeout_s, async_op)
+        return self.transport.scatter(output, input, root, counts, timeout_s, async_op)  # type: ignore[no-any-return]
 
     def all_to_all(
         self,
@@ -333,7 +333,7 @@ class Group:
         rank 0  [1, 2]         [1, 10]
         rank 1  [10, 20]   ->  [2, 20]
         """
-        return self.transport.all_to_all(output, input, output_counts, input_counts, timeout_s, async_op)
+        return self.transport.all_to_all(output, input, output_counts, input_counts, timeout_s, async_op)  # type: ignore[no-any-return]
 
     def barrier(self, *, async_op: bool = False, timeout_s: float | None = None) -> Handle | None:
         """Returns when every rank has called it."""

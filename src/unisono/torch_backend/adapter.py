@@ -32,7 +32,7 @@ from .strided import Copies, is_plain, overlapping
 Tensor = torch.Tensor
 _CPU = torch.device("cpu")
 _SUM = dist.ReduceOp.SUM
-_REDUCE_OPS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
+_STRIDED = torch.strided
 _UNSET = timedelta(milliseconds=-1)  # torch's word for: the group's timeout
 _profiling = torch._C._autograd._profiler_enabled
 
@@ -198,7 +198,7 @@ class ProcessGroupAdapter:
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         tensor = one(tensors)
         op, options = reduction(opts)
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not _STRIDED:
             try:
                 return Work((), [sparse.all_reduce(self.unisono_group, tensor, op)])
             except ArgumentError as error:
@@ -226,7 +226,7 @@ class ProcessGroupAdapter:
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         tensor = one(tensors)
         root = opts if isinstance(opts, int) else 0 if opts is None else opts.rootRank
-        return self._run("broadcast", self.transport.broadcast, (tensor, root), [tensor], opts, timeout)
+        return self._run("broadcast", self.transport.broadcast, (tensor, root, None), [tensor], opts, timeout)
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         outputs = output_lists[0] if nested(output_lists) else output_lists
@@ -427,10 +427,10 @@ class ProcessGroupAdapter:
 
     def _manner(self, opts: Any, timeout: timedelta | None) -> tuple[bool, float]:
         """Whether to run the call now, and its time limit in seconds, 0 for the group's."""
-        if opts is None or isinstance(opts, (int, timedelta)):
-            now, limit = False, opts if isinstance(opts, timedelta) else timeout
-        else:
+        try:
             now, limit = not opts.asyncOp, opts.timeout
+        except AttributeError:  # torch's plain forms: a root, a timeout, or nothing
+            now, limit = False, opts if isinstance(opts, timedelta) else timeout
         return now, self._timeout_s if limit is None or limit == _UNSET else limit.total_seconds()
 
     def _start_coalescing(self, device: torch.device) -> None:

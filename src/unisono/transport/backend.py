@@ -24,7 +24,7 @@ from ..base.errors import make_argument_error
 from ..base.handle import Handle
 from .agreement import NO_OP, Request, compare
 from .pending import Step, WorksPending
-from .protocol import Counts, Tensors
+from .protocol import Counts, Factor, Output, Seconds, Tensors
 
 # torch 2.13 renamed it and warns of the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -51,37 +51,46 @@ class BackendTransport:
     # -- verbs that the backend has
 
     def all_reduce(
-        self, tensor: Tensor, out: Tensor | None, op: Any, factor: float | None, timeout_s: float | None,
+        self, tensor: Tensor, out: Output, op: Any, factor: Factor, timeout_s: Seconds,
         async_op: bool, /,
-    ) -> Handle | None:  # fmt: skip
+    ) -> Any:  # fmt: skip
+        if isinstance(out, int):
+            return self._into_new(out, tensor, lambda o, t: self.all_reduce(t, o, op, factor, timeout_s, async_op))
         target = _copied(tensor, out)
         torch_op, after = self._prepared(target, *ops.read(op, factor))
         works = [dist.all_reduce(target, torch_op, self.pg, async_op)]
         return ended("all_reduce", works, target, async_op, after)
 
     def reduce(
-        self, tensor: Tensor, root: int, out: Tensor | None, op: Any, factor: float | None, timeout_s: float | None,
+        self, tensor: Tensor, root: int, out: Output, op: Any, factor: Factor, timeout_s: Seconds,
         async_op: bool, /,
-    ) -> Handle | None:  # fmt: skip
+    ) -> Any:  # fmt: skip
+        if isinstance(out, int):
+            if self.rank != root:
+                return self.reduce(_plain(tensor), root, None, op, factor, timeout_s, async_op)
+            return self._into_new(out, tensor, lambda o, t: self.reduce(t, root, o, op, factor, timeout_s, async_op))
         # A copy where the tensor has to stay: a backend's reduce may use it as scratch.
         target = _copied(tensor, out) if self.rank == root else tensor.clone()
         torch_op, after = self._prepared(target, *ops.read(op, factor))
         works = [dist.reduce(target, op=torch_op, group=self.pg, async_op=async_op, group_dst=root)]
         return ended("reduce", works, target if self.rank == root else tensor, async_op, after)
 
-    def broadcast(self, tensor: Tensor, root: int, timeout_s: float | None, async_op: bool, /) -> Handle | None:
-        works = [dist.broadcast(tensor, group=self.pg, async_op=async_op, group_src=root)]
-        return ended("broadcast", works, tensor, async_op)
+    def broadcast(self, tensor: Tensor, root: int, out: Output, timeout_s: Seconds, async_op: bool, /) -> Any:
+        if isinstance(out, int):
+            return self._into_new(out, tensor, lambda o, t: self.broadcast(t, root, o, timeout_s, async_op))
+        target = _copied(tensor, out)
+        works = [dist.broadcast(target, group=self.pg, async_op=async_op, group_src=root)]
+        return ended("broadcast", works, target, async_op)
 
-    def barrier(self, timeout_s: float | None, async_op: bool, /) -> Handle | None:
+    def barrier(self, timeout_s: Seconds, async_op: bool, /) -> Any:
         return ended("barrier", [dist.barrier(self.pg, async_op)], None, async_op)
 
-    def send(self, tensor: Tensor, dst: int, tag: int, timeout_s: float | None, async_op: bool, /) -> Any:
+    def send(self, tensor: Tensor, dst: int, tag: int, timeout_s: Seconds, async_op: bool, /) -> Any:
         if async_op:
             return ended("send", [dist.isend(tensor, group=self.pg, tag=tag, group_dst=dst)], tensor, True)
         return dist.send(tensor, group=self.pg, tag=tag, group_dst=dst)
 
-    def recv(self, tensor: Tensor, src: int | None, tag: int, timeout_s: float | None, async_op: bool, /) -> Any:
+    def recv(self, tensor: Tensor, src: int | None, tag: int, timeout_s: Seconds, async_op: bool, /) -> Any:
         if async_op:
             return ended("recv", [dist.irecv(tensor, group=self.pg, tag=tag, group_src=src)], tensor, True)
         source = dist.recv(tensor, group=self.pg, tag=tag, group_src=src)
@@ -89,9 +98,9 @@ class BackendTransport:
 
     # -- verbs whose parts may be unequal
 
-    def all_gather(
-        self, output: Tensors, input: Tensor, counts: Counts, timeout_s: float | None, async_op: bool, /
-    ) -> Handle | None:
+    def all_gather(self, output: Output, input: Tensor, counts: Counts, timeout_s: Seconds, async_op: bool, /) -> Any:
+        if isinstance(output, int):
+            return self._into_new(output, input, lambda o, i: self.all_gather(o, i, counts, timeout_s, async_op))
         if not isinstance(output, Tensor):
             works = [dist.all_gather(list(output), input, self.pg, async_op)]
         elif counts is None:
@@ -101,21 +110,29 @@ class BackendTransport:
         return ended("all_gather", works, output, async_op)
 
     def reduce_scatter(
-        self, output: Tensor, input: Tensors, counts: Counts, op: Any, factor: float | None, timeout_s: float | None,
+        self, output: Output, input: Tensors, counts: Counts, op: Any, factor: Factor, timeout_s: Seconds,
         async_op: bool, /,
-    ) -> Handle | None:  # fmt: skip
-        number, factor = ops.read(op, factor)
+    ) -> Any:  # fmt: skip
+        if isinstance(output, int):
+            make = self.reduce_scatter
+            return self._into_new(output, input, lambda o, i: make(o, i, counts, op, factor, timeout_s, async_op))
+        number, times = ops.read(op, factor)
         if not isinstance(input, Tensor):
             counts = [part.numel() for part in input]
             input = torch.cat([flat(part) for part in input])
         elif counts is None:
             counts = [output.numel()] * self.size
-        return self._reduce_scatter(flat(output), flat(input), counts, number, factor, output, async_op)
+        return self._reduce_scatter(flat(output), flat(input), counts, number, times, output, async_op)
 
     def all_to_all(
-        self, output: Tensors, input: Tensors, output_counts: Counts, input_counts: Counts, timeout_s: float | None,
+        self, output: Output, input: Tensors, output_counts: Counts, input_counts: Counts, timeout_s: Seconds,
         async_op: bool, /,
-    ) -> Handle | None:  # fmt: skip
+    ) -> Any:  # fmt: skip
+        if isinstance(output, int):
+            make = self.all_to_all
+            return self._into_new(
+                output, input, lambda o, i: make(o, i, output_counts, input_counts, timeout_s, async_op)
+            )
         target, expected, scattered = self._as_one(output, output_counts)
         source, sent, _ = self._as_one(input, input_counts)
 
@@ -129,10 +146,14 @@ class BackendTransport:
         return self._all_to_all(target, source, expected, sent, output, part_again if scattered else None, async_op)
 
     def gather(
-        self, output: Tensors | None, input: Tensor, root: int, counts: Counts, timeout_s: float | None,
+        self, output: Output, input: Tensor, root: int, counts: Counts, timeout_s: Seconds,
         async_op: bool, /,
-    ) -> Handle | None:  # fmt: skip
+    ) -> Any:  # fmt: skip
         here = self.rank == root
+        if isinstance(output, int):
+            if not here:
+                return self.gather(None, _plain(input), root, counts, timeout_s, async_op)
+            return self._into_new(output, input, lambda o, i: self.gather(o, i, root, counts, timeout_s, async_op))
         if counts is None:
             parts = self._parts(output, None, input) if here else None
             works = [dist.gather(input, parts, None, self.pg, async_op, root)]
@@ -149,9 +170,11 @@ class BackendTransport:
         return ended("gather", works, output, async_op, wait=True)
 
     def scatter(
-        self, output: Tensor, input: Tensors | None, root: int, counts: Counts, timeout_s: float | None,
+        self, output: Output, input: Tensors | None, root: int, counts: Counts, timeout_s: Seconds,
         async_op: bool, /,
-    ) -> Handle | None:  # fmt: skip
+    ) -> Any:  # fmt: skip
+        if isinstance(output, int):
+            return self._into_new(output, input, lambda o, i: self.scatter(o, i, root, counts, timeout_s, async_op))
         here = self.rank == root
         if counts is None:
             parts = self._parts(input, None, output) if here else None
@@ -172,7 +195,7 @@ class BackendTransport:
 
     def matmul_reduce(
         self, products: Tensor, output: Tensor, op: Any, scale: float, residual: Tensor | None, counts: Counts,
-        hash: int, words: Callable[[], str], timeout_s: float | None, /,
+        hash: int, words: Callable[[], str], timeout_s: Seconds, /,
     ) -> Handle | None:  # fmt: skip
         torch_op, divide = self._prepared(products, *ops.read(op, None))
         work = dist.all_reduce(products, torch_op, self.pg, async_op=True)
@@ -192,6 +215,13 @@ class BackendTransport:
 
     def new_rows(self, tensor: Tensor, rows: int, /) -> Tensor | None:
         return tensor.new_empty((rows, *tensor.shape[1:])) if _is_plain(tensor) else None
+
+    def _into_new(self, rows: int, like: Any, call: Callable[[Tensor, Tensor], Any]) -> Any:
+        """A call into a new tensor of so many rows, -1 for as many as ``like`` has: the tensor, or the handle."""
+        like = _plain(like)
+        out = torch.empty_like(like) if rows < 0 else like.new_empty((rows, *like.shape[1:]))
+        handle = call(out, like)
+        return out if handle is None else handle
 
     # -- what subclasses do in their own way; ``result`` is the output as the caller knows it
 
@@ -302,6 +332,13 @@ def _copied(tensor: Tensor, out: Tensor | None) -> Tensor:
 def _copy_unless_same(to: Tensor, source: Tensor) -> None:
     if to.data_ptr() != source.data_ptr():
         to.copy_(source.view(to.shape))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if it has gaps or is a lazy view: what a backend can read."""
+    if tensor.layout is not torch.strided:
+        return tensor  # the backend says whether it takes it
+    return tensor.contiguous().resolve_conj().resolve_neg()
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -13,8 +13,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import GroupMember
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from ..group.group import Group
 from ..group.names import GroupLike, devices_of, native, resolve
@@ -29,15 +28,19 @@ _known: weakref.WeakKeyDictionary[ProcessGroup, dict[str, BackendTransport]] = w
 
 def find(group: GroupLike, tensor: Tensor) -> Transport | None:
     """The transport for this tensor on this group; None if this process is not in the group."""
-    ours: Group | None = getattr(GroupMember.WORLD if group is None else group, "unisono_group", None)
+    # The usual case first: a group of ours, without a look at names and backends.
+    ours = getattr(distributed_c10d._world.default_pg if group is None else group, "unisono_group", None)
     if ours is not None and tensor.is_cpu:
-        return ours.transport
+        return ours.transport  # type: ignore[no-any-return]
     found = resolve(group)
     return None if found is None else transport_of(found, tensor.device)
 
 
 def find_for_barrier(group: GroupLike) -> Transport | None:
     """The transport for a call without tensors: the one of CPU tensors, if there are several."""
+    ours = getattr(distributed_c10d._world.default_pg if group is None else group, "unisono_group", None)
+    if ours is not None:
+        return ours.transport  # type: ignore[no-any-return]
     found = resolve(group)
     if found is None:
         return None

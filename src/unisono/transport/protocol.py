@@ -13,12 +13,15 @@ A new one is a file beside these and a line in ``find.py``; the tests in ``tests
 Words: tensors are contiguous and of one dtype; ``counts`` are elements per rank, None for equal parts; ``op`` is a
 name or a torch ReduceOp, as ``_core.read_op`` reads it; ranks are ranks in the group; ``timeout_s`` None is
 the group's. A verb returns None when the call is over, or with ``async_op`` a Handle. Arguments are passed by position.
+
+An output may also be a number: the rows of a new tensor like the input, -1 for as many as that has. The verb then
+returns the new tensor, or with ``async_op`` a Handle that has it; the input may have gaps, and is copied if it has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -29,6 +32,9 @@ if TYPE_CHECKING:
 
 Counts = Sequence[int] | None
 Tensors = Tensor | Sequence[Tensor]
+Output: TypeAlias = Any  # a tensor, one per rank, None, or a number: the rows of a new tensor
+Seconds = float | None
+Factor = float | None
 
 
 class Transport(Protocol):
@@ -43,53 +49,54 @@ class Transport(Protocol):
         """The cache that all ranks share; pieces of fused products are cut to fit it. 0: do not cut."""
 
     def all_reduce(
-        self, tensor: Tensor, out: Tensor | None, op: Any, factor: float | None, timeout_s: float | None,
+        self, tensor: Tensor, out: Output, op: Any, factor: Factor, timeout_s: Seconds,
         async_op: bool, /,
-    ) -> Handle | None:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """Combines ``tensor`` over all ranks into ``out``, or in place."""
 
     def reduce(
-        self, tensor: Tensor, root: int, out: Tensor | None, op: Any, factor: float | None, timeout_s: float | None,
+        self, tensor: Tensor, root: int, out: Output, op: Any, factor: Factor, timeout_s: Seconds,
         async_op: bool, /,
-    ) -> Handle | None:  # fmt: skip
+    ) -> Any:  # fmt: skip
         """As all_reduce, on the root only; other ranks' tensors stay as they are."""
 
-    def broadcast(self, tensor: Tensor, root: int, timeout_s: float | None, async_op: bool, /) -> Handle | None: ...
+    def broadcast(self, tensor: Tensor, root: int, out: Output, timeout_s: Seconds, async_op: bool, /) -> Any:
+        """The root's ``tensor`` into every rank's ``out``, or in place."""
 
     def all_gather(
-        self, output: Tensors, input: Tensor, counts: Counts, timeout_s: float | None, async_op: bool, /
-    ) -> Handle | None: ...
+        self, output: Output, input: Tensor, counts: Counts, timeout_s: Seconds, async_op: bool, /
+    ) -> Any: ...
 
     def reduce_scatter(
-        self, output: Tensor, input: Tensors, counts: Counts, op: Any, factor: float | None, timeout_s: float | None,
+        self, output: Output, input: Tensors, counts: Counts, op: Any, factor: Factor, timeout_s: Seconds,
         async_op: bool, /,
-    ) -> Handle | None: ...  # fmt: skip
+    ) -> Any: ...  # fmt: skip
 
     def gather(
-        self, output: Tensors | None, input: Tensor, root: int, counts: Counts, timeout_s: float | None,
+        self, output: Output, input: Tensor, root: int, counts: Counts, timeout_s: Seconds,
         async_op: bool, /,
-    ) -> Handle | None: ...  # fmt: skip
+    ) -> Any: ...  # fmt: skip
 
     def scatter(
-        self, output: Tensor, input: Tensors | None, root: int, counts: Counts, timeout_s: float | None,
+        self, output: Output, input: Tensors | None, root: int, counts: Counts, timeout_s: Seconds,
         async_op: bool, /,
-    ) -> Handle | None: ...  # fmt: skip
+    ) -> Any: ...  # fmt: skip
 
     def all_to_all(
-        self, output: Tensors, input: Tensors, output_counts: Counts, input_counts: Counts, timeout_s: float | None,
+        self, output: Output, input: Tensors, output_counts: Counts, input_counts: Counts, timeout_s: Seconds,
         async_op: bool, /,
-    ) -> Handle | None: ...  # fmt: skip
+    ) -> Any: ...  # fmt: skip
 
-    def barrier(self, timeout_s: float | None, async_op: bool, /) -> Handle | None: ...
+    def barrier(self, timeout_s: Seconds, async_op: bool, /) -> Handle | None: ...
 
-    def send(self, tensor: Tensor, dst: int, tag: int, timeout_s: float | None, async_op: bool, /) -> Any: ...
+    def send(self, tensor: Tensor, dst: int, tag: int, timeout_s: Seconds, async_op: bool, /) -> Any: ...
 
-    def recv(self, tensor: Tensor, src: int | None, tag: int, timeout_s: float | None, async_op: bool, /) -> Any:
+    def recv(self, tensor: Tensor, src: int | None, tag: int, timeout_s: Seconds, async_op: bool, /) -> Any:
         """Returns the source's rank, or with ``async_op`` a Handle."""
 
     def matmul_reduce(
         self, products: Tensor, output: Tensor, op: Any, scale: float, residual: Tensor | None, counts: Counts,
-        hash: int, words: Callable[[], str], timeout_s: float | None, /,
+        hash: int, words: Callable[[], str], timeout_s: Seconds, /,
     ) -> Handle | None:  # fmt: skip
         """Reduces products, scales, adds the residual and rounds once into ``output``.
 

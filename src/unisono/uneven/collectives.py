@@ -89,7 +89,7 @@ def reduce_scatter_tensor_uneven(
     transport = _transport("reduce_scatter_tensor_uneven", group, output, input)
     if transport is None:
         return None
-    if isinstance(input_split_sizes, ops.TORCH_CLASSES):
+    if type(input_split_sizes) in ops.TORCH_CLASSES:
         refuse_splits_of(input_split_sizes)
     counts = check_whole_and_part(group, transport.rank, transport.size, input, output, input_split_sizes, False)
     if input.requires_grad:
