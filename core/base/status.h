@@ -1,6 +1,6 @@
 // How the core says that something went wrong: a code, and for everything but `ok` a Failure with the facts.
 //
-// The core never throws across its own borders; pending.h turns a Failure into an exception, once.
+// The core never throws across its own borders; python/errors.cc turns a Failure into an exception, once.
 #pragma once
 
 #include <algorithm>

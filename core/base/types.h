@@ -1,6 +1,6 @@
 // The numbers that cross from Python into the core: element types, reduce operations and verbs.
 //
-// Each enum is also a table in bindings.cc, so Python never writes one of these numbers by hand.
+// Python learns those it needs from tables in python/bindings.cc, and never writes one of these numbers by hand.
 #pragma once
 
 #include <cstddef>

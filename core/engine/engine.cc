@@ -128,7 +128,7 @@ void Engine::complete(Ticket& ticket, Code code) {
 // Under the queue's mutex, so that a waiter between its check and its sleep cannot miss it.
 void Engine::mark_done(Ticket& ticket, Code code) {
   ticket.code = code;
-  ticket.done.store(true, std::memory_order_release);  // pairs with the acquire in wait and is_completed
+  ticket.done.store(true, std::memory_order_release);  // pairs with the acquire in wait and Pending::done
 }
 
 void Engine::when_done(Ticket& ticket, std::function<void()> callback) {

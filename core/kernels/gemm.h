@@ -3,7 +3,7 @@
 //
 // torch's own 16-bit product is 50 to 100 times slower than its float32 one there, and gives 16-bit results. Here
 // 16-bit numbers become float32 while a matrix is packed into cache, so they cost no pass of their own. One thread; for
-// tall float32 matrices torch's product is used instead (see fused_gemm.py). Not part of the rule of
+// tall float32 matrices torch's product is used instead (see fused/gemm.py). Not part of the rule of
 // reduce.h: the order of a product's sums depends on the instruction set, as in every BLAS.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Element-wise reduction of several inputs into several outputs: the one place where numbers are combined.
+// Element-wise reduction of several inputs into several outputs: the rule by which numbers are combined.
 //
 // Rule (the same for every algorithm, size, tail and CPU): out[i] = src[0][i] op src[1][i] op ... in the
 // order of `src`; float16 and bfloat16 accumulate in float32 and are rounded once, to nearest even; AVG

@@ -130,7 +130,7 @@ void Arguments::cut_by_counts(Parts& parts, const View& whole, const char* argum
             .other = argument});
 }
 
-void Arguments::fits(const View& one, const char* one_argument, const Parts& many, const char* many_argument) const {
+void Arguments::check_single_part(const View& one, const char* one_argument, const Parts& many, const char* many_argument) const {
   if (one.dtype != many.dtype)
     refuse({.rule = Rule::dtype_of,
             .argument = one_argument,
@@ -181,7 +181,7 @@ std::byte* matching_output(nb::handle out, const View& in) {
   return v.data;
 }
 
-void Arguments::fit(const Parts& output, const Parts& input) const {
+void Arguments::check_exchange(const Parts& output, const Parts& input) const {
   if (output.dtype != input.dtype)
     refuse({.rule = Rule::dtype_of,
             .argument = "output",

@@ -48,9 +48,9 @@ class Arguments {
                   const char* counts_argument) const;
   // The single-part tensor `one` belongs to this rank's part of `many`: same dtype and size, and either exactly that
   // memory or apart from all of it.
-  void fits(const View& one, const char* one_argument, const Parts& many, const char* many_argument) const;
+  void check_single_part(const View& one, const char* one_argument, const Parts& many, const char* many_argument) const;
   // Both sides of an exchange: same dtype, what this rank sends itself equal, and nothing of one over the other.
-  void fit(const Parts& output, const Parts& input) const;
+  void check_exchange(const Parts& output, const Parts& input) const;
 
  private:
   void read_list(Parts& parts, nanobind::handle list, const char* argument) const;

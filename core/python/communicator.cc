@@ -161,7 +161,7 @@ nb::object Communicator::all_gather(nb::handle output, nb::handle input, nb::han
   Made made = make_output(output, input);
   const View in = view_tensor(input, "input");
   arguments_.read_parts(c.out, output, "output", counts, "counts");
-  arguments_.fits(in, "input", c.out, "output");
+  arguments_.check_single_part(in, "input", c.out, "output");
   c.call.dtype = in.dtype;
   c.call.count = in.count;
   c.call.in = in.data;
@@ -177,7 +177,7 @@ nb::object Communicator::reduce_scatter(nb::handle output, nb::handle input, nb:
   Made made = make_output(output, input);
   const View out = view_tensor(output, "output");
   arguments_.read_parts(c.in, input, "input", counts, "counts");
-  arguments_.fits(out, "output", c.in, "input");
+  arguments_.check_single_part(out, "output", c.in, "input");
   set_reduction(c.call, output, out.dtype, reduction);
   c.call.count = out.count;
   c.call.out = out.data;
@@ -197,7 +197,7 @@ nb::object Communicator::gather(nb::handle output, nb::handle input, nb::handle 
   c.call.in = in.data;
   if (rank_ == c.call.root) {
     arguments_.read_parts(c.out, output, "output", counts, "counts");
-    arguments_.fits(in, "input", c.out, "output");
+    arguments_.check_single_part(in, "input", c.out, "output");
   }
   c.tensors[0] = output;
   c.tensors[1] = input;
@@ -215,7 +215,7 @@ nb::object Communicator::scatter(nb::handle output, nb::handle input, nb::handle
   c.call.out = out.data;
   if (rank_ == c.call.root) {
     arguments_.read_parts(c.in, input, "input", counts, "counts");
-    arguments_.fits(out, "output", c.in, "input");
+    arguments_.check_single_part(out, "output", c.in, "input");
   }
   c.tensors[0] = output;
   c.tensors[1] = input;
@@ -228,7 +228,7 @@ nb::object Communicator::all_to_all(nb::handle output, nb::handle input, nb::han
   Made made = make_output(output, input);
   arguments_.read_parts(c.out, output, "output", output_counts, "output_counts");
   arguments_.read_parts(c.in, input, "input", input_counts, "input_counts");
-  arguments_.fit(c.out, c.in);
+  arguments_.check_exchange(c.out, c.in);
   c.call.dtype = c.in.dtype;
   c.tensors[0] = output;
   c.tensors[1] = input;

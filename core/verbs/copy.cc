@@ -26,9 +26,9 @@ size_t Mover::segment(int from, int to) const {
     case Verb::all_gather:
       return c_.out_parts[from].count;
     case Verb::gather:
-      return to == c_.root ? descriptor(from).count : 0;
+      return to == c_.root ? request(from).count : 0;
     case Verb::scatter:
-      return from == c_.root ? descriptor(to).count : 0;
+      return from == c_.root ? request(to).count : 0;
     default:
       return from == me_ ? c_.in_parts[to].count : entry(from, to).in_count;
   }
@@ -44,13 +44,13 @@ std::byte* Mover::segment_target(int from, int to) const {
 // Where a segment begins and ends, in words all ranks share; nothing if only its own rank can see it. What is held in a
 // line or slot is visible to all.
 Place Mover::source_place(int from, int to) const {
-  const Request& d = descriptor(from);
+  const Request& d = request(from);
   if (held(from)) return Place{1};
   return d.has_table && entry(from, to).in_count ? entry(from, to).in : d.in;
 }
 
 Place Mover::target_place(int from, int to) const {
-  const Request& d = descriptor(to);
+  const Request& d = request(to);
   return d.has_table && entry(to, from).out_count ? entry(to, from).out : d.out;
 }
 

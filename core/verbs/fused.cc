@@ -77,12 +77,12 @@ Code Mover::fused_shared() {
   for (size_t r = 0; r < ranks; r++) {
     const int who = static_cast<int>(r);
     in[r] = input(who, 0, c_.count);
-    out[r] = who == me_ ? c_.out : g_.resolve(descriptor(who).out, wanted[r] * out_bytes);
+    out[r] = who == me_ ? c_.out : g_.resolve(request(who).out, wanted[r] * out_bytes);
     // With one span for all, a rank adds its own residual in its share; otherwise that of the rank the share is for.
     if (who == me_)
       residual[r] = c_.epilogue->residual;
     else if (c_.epilogue->has_residual && c_.epilogue->counts)
-      residual[r] = g_.resolve(descriptor(who).residual, wanted[r] * out_bytes);
+      residual[r] = g_.resolve(request(who).residual, wanted[r] * out_bytes);
     const bool misses_residual = c_.epilogue->has_residual && c_.epilogue->counts && wanted[r] && !residual[r];
     if (!in[r] || (wanted[r] && !out[r]) || misses_residual)
       return g_.break_with(c_, Code::system, "rank " + std::to_string(r) + " published an impossible place", {who});

@@ -8,7 +8,7 @@ namespace unisono {
 
 const std::byte* Mover::input(int r, int j, size_t count) const {
   if (r == me_) return c_.in_parts ? c_.in_parts[j].ptr : c_.in;
-  const Request& d = descriptor(r);
+  const Request& d = request(r);
   if (!held(r)) return g_.resolve(d.has_table && entry(r, j).in_count ? entry(r, j).in : d.in, bytes(count));
   const std::byte* at = d.input == Holder::inlined ? d.payload
                         : d.input == Holder::slot  ? g_.peer(r).block.slot(c_.seq)
@@ -23,7 +23,7 @@ const std::byte* Mover::input(int r, int j, size_t count) const {
 
 std::byte* Mover::output(int r, int j, size_t count) const {
   if (r == me_) return c_.out_parts ? c_.out_parts[j].ptr : c_.out;
-  const Request& d = descriptor(r);
+  const Request& d = request(r);
   return g_.resolve(d.has_table && entry(r, j).out_count ? entry(r, j).out : d.out, bytes(count));
 }
 
@@ -31,11 +31,11 @@ std::byte* Mover::output(int r, int j, size_t count) const {
 // all ranks: a quarter of the message, so that writing and reading it overlap, within what stages can hold. All from
 // descriptors, so ranks agree.
 bool Mover::find_stages(size_t message, size_t least) {
-  auto in_ring = [&](int r) { return descriptor(r).has_ring && descriptor(r).input != Holder::ring; };
+  auto in_ring = [&](int r) { return request(r).has_ring && request(r).input != Holder::ring; };
   bool rings = true;
   for (int r = 0; r < size_; r++) rings = rings && in_ring(r);
   bool few = false;
-  for (int r = 0; r < size_; r++) few = few || descriptor(r).few_pieces;
+  for (int r = 0; r < size_; r++) few = few || request(r).few_pieces;
   few = few && rings;
   piece_ = std::clamp(std::bit_ceil(few ? message : message / 4 + 1), std::max<size_t>(32 << 10, std::bit_ceil(least)),
                       few     ? kLongPieceBytes
@@ -45,7 +45,7 @@ bool Mover::find_stages(size_t message, size_t least) {
   depth_ = SIZE_MAX;
   for (int r = 0; r < size_; r++) {
     Stage stage = {g_.peer(r).block.stage(), kStageBytes, piece_, 0};
-    if (in_ring(r)) stage = {requests_.ring(r), kRingBytes, piece_, descriptor(r).turn / piece_};
+    if (in_ring(r)) stage = {requests_.ring(r), kRingBytes, piece_, request(r).turn / piece_};
     if (!stage.base) return false;
     depth_ = std::min(depth_, stage.depth());
     stages_.push_back(stage);

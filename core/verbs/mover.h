@@ -2,8 +2,8 @@
 //
 // Vocabulary. An input is *visible* to a rank that can read it where it is: its own, one in a heap, or one held in a
 // line or slot. An output is visible to a rank that can write it where it is: its own, or one in a heap whose place was
-// published. A call is *buffered* when all inputs are held in lines or slots: then every rank serves itself and nobody
-// waits again. Otherwise the work is cut by bytes between all ranks, whoever's tensors they are, and what is visible to
+// published. A call is *buffered* when all inputs are held where all ranks see them (lines, slots, the ring, or kept by
+// the root): then every rank serves itself and nobody waits again. Otherwise the work is cut by bytes between all ranks, whoever's tensors they are, and what is visible to
 // neither side goes through the stage in pieces.
 #pragma once
 
@@ -31,11 +31,11 @@ class Mover {
   // What a rank published, or holds itself. Part j of a single-part tensor is the tensor.
   const std::byte* input(int r, int j, size_t count) const;
   std::byte* output(int r, int j, size_t count) const;
-  const Request& descriptor(int r) const { return requests_.of(r); }
+  const Request& request(int r) const { return requests_.of(r); }
   const TableEntry& entry(int r, int j) const { return requests_.entry(r, j); }
-  bool buffered(int r) const { return descriptor(r).input != Holder::place; }
+  bool buffered(int r) const { return request(r).input != Holder::place; }
   // Whether the input is held in a line or slot, where all ranks see it.
-  bool held(int r) const { return buffered(r) && descriptor(r).input != Holder::kept; }
+  bool held(int r) const { return buffered(r) && request(r).input != Holder::kept; }
   size_t bytes(size_t count) const { return count * element_; }
   // For a message of so many bytes, and pieces of at least so many. False: a rank published an impossible stage.
   bool find_stages(size_t message, size_t least = 0);

@@ -34,7 +34,7 @@ Code Mover::reduce_buffered() {
   double factors[kMostRanks];
   for (int r = 0; r < size_; r++) {
     src[r] = input(r, static_cast<int>(part), count);
-    if (c_.op == RedOp::premul_sum) factors[r] = descriptor(r).factor;
+    if (c_.op == RedOp::premul_sum) factors[r] = request(r).factor;
   }
   void* dst = c_.out;
   unisono::reduce({c_.dtype, c_.op, count, src, static_cast<size_t>(size_), &dst, 1, factors, false});
@@ -138,13 +138,13 @@ Mover::SharedReduction::SharedReduction(Mover& mover)
   in_.resize(spans_.size() * ranks_);
   out_.resize(spans_.size() * ranks_);
   if (c.op == RedOp::premul_sum)
-    for (int r = 0; r < m_.size_; r++) factors_[static_cast<size_t>(r)] = m_.descriptor(r).factor;
+    for (int r = 0; r < m_.size_; r++) factors_[static_cast<size_t>(r)] = m_.request(r).factor;
 }
 
 Code Mover::SharedReduction::find_places() {
   for (size_t r = 0; r < ranks_; r++) {
     const int who = static_cast<int>(r);
-    const Request& d = m_.descriptor(who);
+    const Request& d = m_.request(who);
     for (size_t s = 0; s < spans_.size(); s++) {
       const size_t n = spans_[s].count;
       const int j = static_cast<int>(s);

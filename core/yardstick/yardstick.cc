@@ -1,6 +1,6 @@
 // How the least traffic is done.
 //
-// Vocabulary: a *strip* is a byte range with its sources and sinks (yardstick_loops.h). A *way* is a list of
+// Vocabulary: a *strip* is a byte range with its sources and sinks (loops.h). A *way* is a list of
 // strips per thread and a kind of store. Opening a yardstick lays out the memory, builds every way of the
 // verb, times them in turn and keeps the one with the least median.
 //

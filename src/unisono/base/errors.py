@@ -5,7 +5,8 @@ and number, group, one fact, then a line per rank where ranks differ. All derive
 an ``except`` clause written for torch.distributed catches them.
 
 Errors in arguments are ``TypeError`` and ``ValueError``, raised before anything is sent: programs read ``.rule``,
-``.argument``, ``.expected`` and ``.got``. The core hands them over as data; all English is in the table ``_RULES``.
+``.argument``, ``.expected`` and ``.got``. The core hands them over as data; their English is in the table ``_RULES``.
+What the adapters refuse in the words of other libraries (torch_npu, MindSpore, MindSpeed) has those only.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from .apart.cases import OPS, Case, Lacking
 from .apart.turns import Channel, accept, listen
 from .contenders import LIMIT, Contender, Groups, Order, contenders_of
-from .peers import PEERS, SILENCE_S, Team, start_teams
+from .peers import SILENCE_S, Team, start_teams
 from .ratios import summary
 
 if TYPE_CHECKING:
@@ -386,8 +386,3 @@ def _yardstick(case: Case) -> Any:
         return Yardstick("broadcast", case.size_bytes, [], 2)
     splits = [float(n) for n in case.counts] if case.count else []
     return Yardstick(case.op, case.size_bytes if case.op != "barrier" else 0, splits, case.ranks)
-
-
-def peer_titles() -> dict[str, str]:
-    """How the contenders outside unisono are called."""
-    return {"gloo": "gloo", **{name: peer.title for name, peer in PEERS.items()}}

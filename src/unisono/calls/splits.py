@@ -28,29 +28,29 @@ def refuse_no_tensors(output: Any, input: Any) -> None:
 
 
 def check_whole_and_part(
-    group: GroupLike, rank: int, size: int, whole: Tensor, part: Tensor, splits: SplitsLike, gather: bool
+    group: GroupLike, rank: int, size: int, whole: Tensor, part: Tensor, splits: SplitsLike, whole_is_output: bool
 ) -> tuple[int, ...]:
-    """The elements of each rank's chunk of ``whole``, if everything fits; ``gather``: the whole is the output."""
-    if not (_is_usual(whole) and _is_usual(part)):
-        _check_memory(group, whole, part, gather)
+    """The elements of each rank's chunk of ``whole``, if everything fits; ``whole_is_output``: for messages."""
+    if not (_is_plain_cpu(whole) and _is_plain_cpu(part)):
+        _check_memory(group, whole, part, whole_is_output)
     if whole.dtype is not part.dtype:
         raise RuntimeError(
             "output tensor must have the same type as input tensor\n"
-            + _expected_got(*((part.dtype, whole.dtype) if gather else (whole.dtype, part.dtype)))
+            + _expected_got(*((part.dtype, whole.dtype) if whole_is_output else (whole.dtype, part.dtype)))
         )
     shape = whole.shape
     part_elements = part.numel()
     if not shape or (part_elements == 1 and not part.dim()):
-        name = "output" if gather is not bool(shape) else "input"
+        name = "output" if whole_is_output is not bool(shape) else "input"
         raise ValueError(f"'{name}' must have at least one dimension\n{_expected_got('1 or more dimensions', 'none')}")
     counts = cut(() if splits is None else splits_of(splits), shape[0], whole.numel(), size)
     if part_elements != counts[rank]:
-        name = "input" if gather else "output"
+        name = "input" if whole_is_output else "output"
         raise ValueError(
             f"'{name}' must have as many elements as this rank's rows\n"
             + _expected_got(f"{counts[rank]} elements on rank {rank}", f"{part_elements} of shape {list(part.shape)}")
         )
-    _check_overlap(whole, part, sum(counts[:rank]), part_elements, gather)
+    _check_overlap(whole, part, sum(counts[:rank]), part_elements, whole_is_output)
     return counts
 
 
@@ -147,7 +147,7 @@ def check_exchange(
     group: GroupLike, rank: int, size: int, output: Tensor, input: Tensor, matrix: Any
 ) -> tuple[list[int], tuple[int, ...]]:
     """What this rank receives from each rank and sends to each, by a matrix of counts, if everything fits."""
-    _check_memory(group, input, output, gather=False)
+    _check_memory(group, input, output, whole_is_output=False)
     if output.dtype is not input.dtype:
         raise RuntimeError(
             f"output tensor must have the same type as input tensor\n{_expected_got(input.dtype, output.dtype)}"
@@ -165,7 +165,7 @@ def check_exchange(
     return received, sent
 
 
-def _is_usual(tensor: Any) -> bool:
+def _is_plain_cpu(tensor: Any) -> bool:
     """A contiguous dense tensor of this host, as nearly all are: nothing else is to be looked at."""
     try:
         return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
@@ -173,21 +173,21 @@ def _is_usual(tensor: Any) -> bool:
         return False
 
 
-def _is_odd(tensor: Tensor) -> bool:
+def _is_sparse_or_lazy(tensor: Tensor) -> bool:
     """Not dense, or a view whose numbers are not those in memory."""
     return tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg()
 
 
-def _check_memory(group: GroupLike, whole: Tensor, part: Tensor, gather: bool) -> None:
+def _check_memory(group: GroupLike, whole: Tensor, part: Tensor, whole_is_output: bool) -> None:
     """Dense, contiguous, and on a device that the group's backend takes."""
-    named = (("output", whole), ("input", part)) if gather else (("output", part), ("input", whole))
+    named = (("output", whole), ("input", part)) if whole_is_output else (("output", part), ("input", whole))
     for name, tensor in named:
         if tensor.layout is not torch.strided:
             raise RuntimeError(f"Tensors must be dense\n{_expected_got(f'a strided {name!r}', tensor.layout)}")
         if not tensor.is_contiguous():
             shape = f"shape {list(tensor.shape)} with strides {list(tensor.stride())}"
             raise RuntimeError(f"Tensors must be contiguous\n{_expected_got(f'a contiguous {name!r}', shape)}")
-        if _is_odd(tensor):
+        if _is_sparse_or_lazy(tensor):
             raise ValueError(
                 f"'{name}' is a lazily conjugated or negated view; call resolve_conj() or resolve_neg() first"
             )
@@ -202,13 +202,14 @@ def _check_memory(group: GroupLike, whole: Tensor, part: Tensor, gather: bool) -
             )
 
 
-def _check_overlap(whole: Tensor, part: Tensor, at: int, part_elements: int, gather: bool) -> None:
+def _check_overlap(whole: Tensor, part: Tensor, at: int, part_elements: int, whole_is_output: bool) -> None:
     """Apart, or the part is exactly this rank's rows of the whole."""
     start, begin, size = part.data_ptr(), whole.data_ptr(), whole.element_size()
     if start != begin + at * size and _overlap(begin, whole.numel() * size, start, part_elements * size):
+        one, other = ("input", "output") if whole_is_output else ("output", "input")
         raise ValueError(
-            f"'{'input' if gather else 'output'}' overlaps '{'output' if gather else 'input'}' and is not exactly "
-            "this rank's part\n" + _expected_got("tensors apart, or this rank's own rows", "some shared bytes")
+            f"'{one}' overlaps '{other}' and is not exactly this rank's part\n"
+            + _expected_got("tensors apart, or this rank's own rows", "some shared bytes")
         )
 
 

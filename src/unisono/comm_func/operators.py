@@ -29,14 +29,14 @@ from ..transport.protocol import Transport
 from . import inductor, run
 
 
-class _Wish(threading.local):
+class _AsyncRequest(threading.local):
     """Whether the operator that this thread is about to run is to be asynchronous, and then its handle."""
 
     async_op = False
     handle: Handle | None = None
 
 
-_wish = _Wish()
+_asked = _AsyncRequest()
 
 
 def start(async_op: bool, name: str, operator: Callable[..., Tensor], *arguments: Any) -> tuple[Tensor, Handle | None]:
@@ -46,12 +46,12 @@ def start(async_op: bool, name: str, operator: Callable[..., Tensor], *arguments
     if torch.compiler.is_compiling():
         out = operator(*arguments)
         return out, Handle(Finished(), name, out)
-    _wish.async_op, _wish.handle = True, None
+    _asked.async_op, _asked.handle = True, None
     try:
         out = operator(*arguments)
-        return out, _wish.handle or Handle(Finished(), name, out)  # a fake tensor's call has none
+        return out, _asked.handle or Handle(Finished(), name, out)  # a fake tensor's call has none
     finally:
-        _wish.async_op, _wish.handle = False, None
+        _asked.async_op, _asked.handle = False, None
 
 
 def _transport(key: str, rank: int, size: int, tensor: Tensor) -> Transport:
@@ -68,7 +68,7 @@ def _transport(key: str, rank: int, size: int, tensor: Tensor) -> Transport:
 
 
 def _kept(result: run.Result) -> Tensor:
-    out, _wish.handle = result
+    out, _asked.handle = result
     return out
 
 
@@ -78,13 +78,13 @@ def _kept(result: run.Result) -> Tensor:
 @custom_op("unisono::all_reduce", mutates_args=())
 def all_reduce(tensor: Tensor, op: str, factor: float | None, rank: int, size: int, group: str) -> Tensor:
     """Every rank: the ranks' tensors combined."""
-    return _kept(run.all_reduce(_transport(group, rank, size, tensor), tensor, op, factor, _wish.async_op))
+    return _kept(run.all_reduce(_transport(group, rank, size, tensor), tensor, op, factor, _asked.async_op))
 
 
 @custom_op("unisono::all_gather", mutates_args=())
 def all_gather(tensor: Tensor, splits: Sequence[int], rank: int, group: str) -> Tensor:
     """Every rank: the ranks' rows behind one another; splits[r] of rank r."""
-    return _kept(run.all_gather(_transport(group, rank, len(splits), tensor), tensor, splits, _wish.async_op))
+    return _kept(run.all_gather(_transport(group, rank, len(splits), tensor), tensor, splits, _asked.async_op))
 
 
 @custom_op("unisono::reduce_scatter", mutates_args=())
@@ -93,7 +93,7 @@ def reduce_scatter(
 ) -> Tensor:
     """Rank r: its splits[r] rows of the ranks' tensors combined."""
     where = _transport(group, rank, len(splits), tensor)
-    return _kept(run.reduce_scatter(where, tensor, splits, op, factor, _wish.async_op))
+    return _kept(run.reduce_scatter(where, tensor, splits, op, factor, _asked.async_op))
 
 
 @custom_op("unisono::reduce", mutates_args=())
@@ -126,7 +126,7 @@ def all_to_all(
 ) -> Tensor:
     """Rank r: the rows that the others have for it, in their order."""
     where = _transport(group, rank, len(input_splits), tensor)
-    return _kept(run.all_to_all(where, tensor, output_splits, input_splits, _wish.async_op))
+    return _kept(run.all_to_all(where, tensor, output_splits, input_splits, _asked.async_op))
 
 
 _OPERATORS = (all_reduce, all_gather, reduce_scatter, reduce, broadcast, scatter, gather, all_to_all)

@@ -7,6 +7,7 @@ tensor: an output that is a number says how many rows it has, -1 for as many as 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,7 +82,7 @@ def all_to_all_lists(
 ) -> tuple[tuple[Tensor, ...], Handle | None]:
     """Sends a tensor to every rank and receives one of each shape; nothing is put together, nothing is cut."""
     inputs = [plain(tensor) for tensor in tensors]
-    like = inputs[0].view(-1)
+    like = inputs[0] if inputs[0].dim() == 1 else inputs[0].view(-1)
     outputs = tuple([_new(transport, like, shape) for shape in shapes])
     handle = transport.all_to_all(outputs, inputs, None, None, None, async_op)
     return outputs, handle
@@ -105,12 +106,14 @@ def plain(tensor: Tensor) -> Tensor:
     """The tensor, or a copy if it has gaps or is a lazy view: what a transport can read."""
     if tensor.layout is not torch.strided:
         return tensor  # the transport says whether it takes it
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
     return tensor.contiguous().resolve_conj().resolve_neg()
 
 
 def _new(transport: Transport, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    made: Any = transport.new_rows(like, torch.Size(shape).numel())
-    return like.new_empty(shape) if made is None else made.view(shape)
+    made: Any = transport.new_rows(like, shape[0] if len(shape) == 1 else math.prod(shape))
+    return like.new_empty(shape) if made is None else made if len(shape) == 1 else made.view(shape)
 
 
 def _elements(splits: Sequence[int], tensor: Tensor) -> Sequence[int]:

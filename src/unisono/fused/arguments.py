@@ -1,6 +1,6 @@
 """Reading the arguments of the fused matmuls: from what users pass to lists of tensors and numbers, or an error.
 
-The checks of sizes are in fused_plan.py; here are those of types and forms.
+The checks of sizes are in plan.py; here are those of types and forms.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def all_gather_matmul(
     splits = None if split_sizes is None else (number_list(split_sizes, "split_sizes"),)
     (gathered,) = _gathered([x], splits, seat)
     *_, plan = read_pair("all_gather_matmul", gathered, weight, bias)
-    flat = _run(None, plan, [gathered], weights, biases, residual, "sum", scale, "sum", 0, "", alone=True)
+    flat = _run(None, plan, [gathered], weights, biases, residual, "sum", scale, "sum", 0, "", without_group=True)
     return _outputs(flat, plan)[0]
 
 
@@ -224,7 +224,7 @@ def all_gather_grouped_matmul(
     xs = tensor_list(x, "x")
     gathered = _gathered(xs, split_lists(split_sizes, one), _seat(group)) if xs else xs
     xs, weights, biases, plan = read_groups(what, gathered, weight, bias, group_list, split_item)
-    flat = _run(None, plan, xs, weights, biases, residual, "sum", scale, "sum", 0, "", alone=True)
+    flat = _run(None, plan, xs, weights, biases, residual, "sum", scale, "sum", 0, "", without_group=True)
     return _outputs(flat, plan)
 
 
@@ -253,7 +253,7 @@ def _run(
     bias_mode: str,
     comm_turn: int,
     backward: str,
-    alone: bool = False,
+    without_group: bool = False,
 ) -> torch.Tensor:
     if not torch.compiler.is_compiling() and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
         raise ValueError(f"argument 'scale' must be a finite number, got {scale!r}")
@@ -264,13 +264,13 @@ def _run(
         t.requires_grad for t in (*xs, *ready, *biases, *(() if extra is None else (extra,)))
     )
     if needs_grad or torch.compiler.is_compiling():
-        name, rank, size = ("", 0, 1) if alone else _seat(group)
+        name, rank, size = ("", 0, 1) if without_group else _seat(group)
         share = 1 / size if reduce_op == "sum" and bias_mode == "mean" else 1.0
         return fused_ops.matmul_reduce(  # type: ignore[no-any-return]
             xs, ready, biases, extra, plan.what, name, list(plan.rows), list(plan.columns), list(plan.counts),
             reduce_op, float(scale), share, comm_turn, backward, rank, size,
         )  # fmt: skip
-    found = None if alone else transport("a fused matmul", group, xs[0])
+    found = None if without_group else transport("a fused matmul", group, xs[0])
     size = 1 if found is None else found.size
     share = 1 / size if reduce_op == "sum" and bias_mode == "mean" else 1.0
     return fused_run.run(found, plan, xs, ready, biases, share, extra, reduce_op, float(scale), comm_turn)

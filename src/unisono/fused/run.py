@@ -34,7 +34,10 @@ def run(
     scale: float,
     pieces: int,
 ) -> torch.Tensor:
-    """The flat result in x's dtype: all of it, or this rank's part if the plan has counts. None: this rank alone."""
+    """The flat result in x's dtype: all of it, or this rank's part if the plan has counts.
+
+    ``transport`` None: no group, this rank only.
+    """
     like = x[0]
     dtype = wide(like.dtype)
     rows = torch.split_with_sizes(x[0], plan.rows) if plan.one_x else x

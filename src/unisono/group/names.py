@@ -1,6 +1,6 @@
 """Which group a caller means: from None, a name, a torch ProcessGroup or a :class:`Group` to the group itself.
 
-Every public function takes its ``group`` argument through :func:`resolve`, at the call, so the default group may be
+A ``group`` argument is looked up at the call, never kept, so the default group may be
 made, destroyed and made again. Which transport a group has is not said here but in ``transport/find.py``.
 """
 

@@ -2,7 +2,7 @@
 
 Calls and results are files in a folder of the run, so a rank that reads nothing can block nobody; the channel
 between a rank and its caller carries short notes only: `pid` and `exit_code` from the fork server (fork_server.py),
-`done` from the rank itself (_rank_calls.py).
+`done` from the rank itself (rank_main.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unisono.testing import rank_main as _rank_calls
+from unisono.testing import rank_main
 from unisono.testing.fork_server import STACK_SIGNAL
 
 _NURSERY_START_S = 300.0  # importing torch from a cold disk
@@ -124,7 +124,7 @@ class Ranks:
     def __init__(self, n: int, group_timeout_s: float, num_threads: int, env: Mapping[str, str] | None) -> None:
         if n < 1:
             raise ValueError(f"n: expected at least 1 rank, got {n}")
-        if _rank_calls.importing_main:
+        if rank_main.importing_main:
             raise RuntimeError(
                 "ranks were started while a rank was still importing the main script\n"
                 '  Put the code that starts them under: if __name__ == "__main__":'

@@ -48,7 +48,7 @@ class ProcessGroupAdapter:
     supports_coalescing = False  # the batch is the caller's list; see _start_coalescing
     supports_time_estimate = False
     supports_shrinking = False
-    group_type: type[Any]  # what a split gives; set in torch_backend.py
+    group_type: type[Any]  # what a split gives; set in registration.py
 
     def _begin(self, group: Group, store: Store | None) -> None:
         self.unisono_group = group

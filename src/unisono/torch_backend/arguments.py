@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from ..base import ops
+from ..calls.splits import cut
 from . import refusals
-
-_REDUCE_OPS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 
 def settled(argument: Any) -> Any:
@@ -40,21 +40,13 @@ def reduction(opts: Any) -> tuple[Any, Any]:
     """The reduce operation, and the options if there are any."""
     if opts is None:
         return dist.ReduceOp.SUM, None
-    if type(opts) in _REDUCE_OPS:
+    if type(opts) in ops.TORCH_CLASSES:
         return opts, None
     return opts.reduceOp, opts
 
 
-def counts(tensor: Tensor, splits: Sequence[int], size: int) -> list[int] | None:
-    """Elements per rank from rows of dim 0 per rank, checked as torch's own backends do and with their words."""
+def counts(tensor: Tensor, splits: Sequence[int], size: int) -> Sequence[int] | None:
+    """Elements per rank from rows of dim 0 per rank; None if they are equal."""
     rows = tensor.size(0) if tensor.dim() else 0
-    if not splits:
-        if rows % size:
-            raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
-        return None
-    if len(splits) != size:
-        raise RuntimeError("Number of tensor splits not equal to group size")
-    if sum(splits) != rows:
-        raise RuntimeError("Split sizes doesn't match total dim 0 size")
-    row = tensor.numel() // rows if rows else 0
-    return [split * row for split in splits]
+    counts = cut(tuple(splits), rows, tensor.numel(), size)
+    return counts if splits else None

@@ -14,17 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
-from torch.distributed import ProcessGroup, ReduceOp, Work
+from torch.distributed import ProcessGroup, Work
 
+from ..base import ops
 from ..base.uncompiled import keep_uncompiled
 from ..base.work import Work as UnisonoWork
 from ..group import names as groups
 
 _library: Any = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
-
-_REDUCE_OPS = {
-    name: getattr(ReduceOp, name.upper()) for name in ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
-}
 
 
 def _group(name: Any) -> Any:
@@ -50,7 +47,7 @@ def _reduce_scatter_tensor_out(
     input: Tensor, reduce_op: str, group_size: int, group_name: Any, *, out: Tensor
 ) -> Tensor:
     options = c10d.ReduceScatterOptions()
-    options.reduceOp = _REDUCE_OPS[reduce_op.lower()]
+    options.reduceOp = ops.for_torch(*ops.read(reduce_op.lower()))
     _remember(out, _group(group_name).reduce_scatter_single(out, input, options))
     return out
 

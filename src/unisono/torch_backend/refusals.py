@@ -1,6 +1,6 @@
 """Bad arguments in the classes and words of torch's own groups, so that code which knows those also knows ours.
 
-Read only after a call was refused. The words of torch come first, what the core has found out follows::
+Used only when a call was refused. The words of torch come first, what the core has found out follows::
 
     ProcessGroupUnisono::broadcast: invalid root rank: 3 (argument 'root' must be a rank from 0 to 2, got 3)
 

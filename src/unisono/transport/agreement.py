@@ -1,4 +1,4 @@
-"""What ranks tell one another before a composed call moves data, and how they find out that they disagree.
+"""What ranks tell one another before a call on another backend moves data, and how they find out that they disagree.
 
 A request has a digest, which must be equal on all ranks, a factor that may differ, words for an error, and for an
 exchange a table: what this rank sends to and expects from each. What rank i sends to rank j must be what j expects.

@@ -4,7 +4,8 @@ What not every backend offers is made of what it has: AVG and PREMUL_SUM of a SU
 of messages. All-gather with counts, and reduce-scatter, differ from backend to backend and are the subclasses' own.
 Before these move data the ranks compare what they were asked for, so that different splits raise MismatchError on every
 rank instead of a hang, a crash or wrong numbers. A group without a backend for CPU tensors cannot be asked without
-stopping its device's stream; there the comparison is left out. The other verbs have their backend's own checks.
+stopping its device's stream; there the comparison is left out. The verbs that the backend has itself are checked by it,
+and their time limit is that of the process group: ``timeout_s`` is not read here.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class BackendTransport:
         if isinstance(out, int):
             return self._into_new(out, tensor, lambda o, t: self.all_reduce(t, o, op, factor, timeout_s, async_op))
         target = _copied(tensor, out)
-        torch_op, after = self._prepared(target, *ops.read(op, factor))
+        torch_op, after = self._as_torch_op(target, *ops.read(op, factor))
         works = [dist.all_reduce(target, torch_op, self.pg, async_op)]
-        return ended("all_reduce", works, target, async_op, after)
+        return handle_or_none("all_reduce", works, target, async_op, after)
 
     def reduce(
         self, tensor: Tensor, root: int, out: Output, op: Any, factor: Factor, timeout_s: Seconds,
@@ -71,28 +72,28 @@ class BackendTransport:
             return self._into_new(out, tensor, lambda o, t: self.reduce(t, root, o, op, factor, timeout_s, async_op))
         # A copy where the tensor has to stay: a backend's reduce may use it as scratch.
         target = _copied(tensor, out) if self.rank == root else tensor.clone()
-        torch_op, after = self._prepared(target, *ops.read(op, factor))
+        torch_op, after = self._as_torch_op(target, *ops.read(op, factor))
         works = [dist.reduce(target, op=torch_op, group=self.pg, async_op=async_op, group_dst=root)]
-        return ended("reduce", works, target if self.rank == root else tensor, async_op, after)
+        return handle_or_none("reduce", works, target if self.rank == root else tensor, async_op, after)
 
     def broadcast(self, tensor: Tensor, root: int, out: Output, timeout_s: Seconds, async_op: bool, /) -> Any:
         if isinstance(out, int):
             return self._into_new(out, tensor, lambda o, t: self.broadcast(t, root, o, timeout_s, async_op))
         target = _copied(tensor, out)
         works = [dist.broadcast(target, group=self.pg, async_op=async_op, group_src=root)]
-        return ended("broadcast", works, target, async_op)
+        return handle_or_none("broadcast", works, target, async_op)
 
     def barrier(self, timeout_s: Seconds, async_op: bool, /) -> Any:
-        return ended("barrier", [dist.barrier(self.pg, async_op)], None, async_op)
+        return handle_or_none("barrier", [dist.barrier(self.pg, async_op)], None, async_op)
 
     def send(self, tensor: Tensor, dst: int, tag: int, timeout_s: Seconds, async_op: bool, /) -> Any:
         if async_op:
-            return ended("send", [dist.isend(tensor, group=self.pg, tag=tag, group_dst=dst)], tensor, True)
+            return handle_or_none("send", [dist.isend(tensor, group=self.pg, tag=tag, group_dst=dst)], tensor, True)
         return dist.send(tensor, group=self.pg, tag=tag, group_dst=dst)
 
     def recv(self, tensor: Tensor, src: int | None, tag: int, timeout_s: Seconds, async_op: bool, /) -> Any:
         if async_op:
-            return ended("recv", [dist.irecv(tensor, group=self.pg, tag=tag, group_src=src)], tensor, True)
+            return handle_or_none("recv", [dist.irecv(tensor, group=self.pg, tag=tag, group_src=src)], tensor, True)
         source = dist.recv(tensor, group=self.pg, tag=tag, group_src=src)
         return dist.get_group_rank(self.pg, source) if src is None else src
 
@@ -107,7 +108,7 @@ class BackendTransport:
             works = [_all_gather_single(flat(output), flat(input), self.pg, async_op)]
         else:
             return self._all_gather(flat(output), flat(input), counts, output, async_op)
-        return ended("all_gather", works, output, async_op)
+        return handle_or_none("all_gather", works, output, async_op)
 
     def reduce_scatter(
         self, output: Output, input: Tensors, counts: Counts, op: Any, factor: Factor, timeout_s: Seconds,
@@ -157,7 +158,7 @@ class BackendTransport:
         if counts is None:
             parts = self._parts(output, None, input) if here else None
             works = [dist.gather(input, parts, None, self.pg, async_op, root)]
-            return ended("gather", works, output, async_op)
+            return handle_or_none("gather", works, output, async_op)
         works = []
         if not here:
             works = [dist.isend(input, group=self.pg, group_dst=root)] if input.numel() else []
@@ -167,7 +168,7 @@ class BackendTransport:
                     _copy_unless_same(part, flat(input))
                 elif part.numel():
                     works.append(dist.irecv(part, group=self.pg, group_src=peer))
-        return ended("gather", works, output, async_op, wait=True)
+        return handle_or_none("gather", works, output, async_op, wait=True)
 
     def scatter(
         self, output: Output, input: Tensors | None, root: int, counts: Counts, timeout_s: Seconds,
@@ -179,7 +180,7 @@ class BackendTransport:
         if counts is None:
             parts = self._parts(input, None, output) if here else None
             works = [dist.scatter(output, parts, None, self.pg, async_op, root)]
-            return ended("scatter", works, output, async_op)
+            return handle_or_none("scatter", works, output, async_op)
         works = []
         if not here:
             works = [dist.irecv(output, group=self.pg, group_src=root)] if output.numel() else []
@@ -189,7 +190,7 @@ class BackendTransport:
                     _copy_unless_same(flat(output), part)
                 elif part.numel():
                     works.append(dist.isend(part, group=self.pg, group_dst=peer))
-        return ended("scatter", works, output, async_op, wait=True)
+        return handle_or_none("scatter", works, output, async_op, wait=True)
 
     # -- fused products, and new outputs
 
@@ -197,7 +198,7 @@ class BackendTransport:
         self, products: Tensor, output: Tensor, op: Any, scale: float, residual: Tensor | None, counts: Counts,
         hash: int, words: Callable[[], str], timeout_s: Seconds, /,
     ) -> Handle | None:  # fmt: skip
-        torch_op, divide = self._prepared(products, *ops.read(op, None))
+        torch_op, divide = self._as_torch_op(products, *ops.read(op, None))
         work = dist.all_reduce(products, torch_op, self.pg, async_op=True)
 
         def round_off() -> None:
@@ -208,7 +209,7 @@ class BackendTransport:
                 mine = torch.cat(torch.split_with_sizes(products, list(counts))[self.rank :: self.size])
             round_products(mine, output, scale, residual)
 
-        return ended("matmul_reduce", [work], output, True, round_off)
+        return handle_or_none("matmul_reduce", [work], output, True, round_off)
 
     def new_like(self, tensor: Tensor, /) -> Tensor | None:
         return torch.empty_like(tensor) if _is_plain(tensor) else None
@@ -241,7 +242,7 @@ class BackendTransport:
     ) -> Handle | None:  # fmt: skip
         self._compare("all_to_all", input.dtype, table=(sent, expected))
         works = [dist.all_to_all_single(output, input, list(expected), list(sent), self.pg, async_op)]
-        return ended("all_to_all", works, result, async_op, after)
+        return handle_or_none("all_to_all", works, result, async_op, after)
 
     def _compare(
         self, verb: str, dtype: torch.dtype, op: int = NO_OP, counts: Sequence[int] = (), factor: float = 1.0,
@@ -257,7 +258,7 @@ class BackendTransport:
             dist.all_gather(shown, mine, group=self.pg)
             compare(self.pg, seq, request, [bytes(of_rank.tolist()) for of_rank in shown])
 
-    def _prepared(self, target: Tensor, op: int, factor: float) -> tuple[Any, Step | None]:
+    def _as_torch_op(self, target: Tensor, op: int, factor: float) -> tuple[Any, Step | None]:
         """What to hand to torch for an op that not every backend has, and a step for after the call.
 
         A target of PREMUL_SUM is multiplied here, one of AVG divided after a SUM.
@@ -284,7 +285,7 @@ class BackendTransport:
         return whole, [whole.numel() // self.size] * self.size if counts is None else counts, False
 
 
-def ended(
+def handle_or_none(
     verb: str,
     works: Sequence[Any],
     result: Any,

@@ -1,8 +1,8 @@
 """Which transport a call takes: the one place that knows what kinds of groups there are.
 
 It follows from the group and the tensor's device: our own groups have the core, which is the group's communicator; for
-others it follows from the name of their backend, which is the same on all ranks, and is remembered as long as the
-group lives.
+others it follows from the name of their backend (and for hccl from what the installed torch_npu offers), which is the
+same on all ranks, and is remembered as long as the group lives.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ Cut = Callable[[Tensor], Sequence[Tensor]]  # a chunk into the messages it is se
 
 
 class GlooTransport(BackendTransport):
-    """The composition of a gloo group."""
+    """The transport of a gloo group."""
 
     def __init__(self, pg: ProcessGroup) -> None:
         super().__init__(pg)
@@ -176,9 +176,9 @@ class GlooTransport(BackendTransport):
         return max(1, min(fitting, _PIECE_BYTES) // item_bytes)
 
     def _open(
-        self, request: Request, source: Tensor, spans: list[Span], room: int, cut: Cut, at_once: bool
+        self, request: Request, source: Tensor, spans: list[Span], room: int, cut: Cut, reply_first: bool
     ) -> _Messages:
-        return _Messages(self, self._calls.next(), request, source, spans, room, cut, at_once)
+        return _Messages(self, self._calls.next(), request, source, spans, room, cut, reply_first)
 
     def buffer(self) -> Tensor:
         """Memory for a header, of the longest kind: what a peer will write is not known."""
@@ -209,7 +209,7 @@ class _Messages:
         spans: list[Span],
         room: int,
         cut: Cut,
-        at_once: bool,
+        reply_first: bool,
     ) -> None:
         self.transport = transport
         self.pg = transport.pg
@@ -223,18 +223,18 @@ class _Messages:
         self.header_tag = _HEADER_TAGS | seq & 0xFF_FFFF
         self.fitting_elements = (room - transport.head_bytes) // source.element_size()
         self.works: list[tuple[int, Any]] = []
-        self.confirmed: list[tuple[int, Any]] = []  # sends that an agreeing peer receives even if others disagree
+        self.safe_sends: list[tuple[int, Any]] = []  # sends that an agreeing peer receives even if others disagree
         self.written: dict[Span, Tensor] = {}
         self.sent: list[Any] = []
         self.received: dict[int, tuple[Tensor, Any]] = {}
         # First what others wait for. An asynchronous call answers before it is asked: later there may be no thread of
         # Python's free to do so.
-        self.replied = at_once
+        self.replied = reply_first
         for peer in transport.peers:
             if peer > transport.rank:
                 self._write(peer)
                 self._send_data(peer)
-            elif at_once:
+            elif reply_first:
                 self._write(peer)
         for peer in transport.peers:
             buffer = transport.buffer()
@@ -265,7 +265,7 @@ class _Messages:
         if end - start > self.fitting_elements:
             works = [(peer, self.send(piece, peer)) for piece in self.cut(self.source[start:end])]
             self.works += works
-            self.confirmed += works[:_PIECES_AHEAD]
+            self.safe_sends += works[:_PIECES_AHEAD]
 
     def data_place(self, peer: int) -> int:
         """Where the data in a peer's header is."""
@@ -299,7 +299,7 @@ class _Messages:
         try:
             return compare(self.pg, self.seq, self.request, requests)
         except MismatchError:
-            for peer, work in (*receiving, *self.confirmed):
+            for peer, work in (*receiving, *self.safe_sends):
                 if agrees(requests, self.transport.rank, peer):
                     work.wait()
             self._end_headers()

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from ..base import ops
 from ..base.handle import Handle
-from .backend import BackendTransport, ended
+from .backend import BackendTransport, handle_or_none
 
 
 class ListsTransport(BackendTransport):
@@ -23,7 +23,7 @@ class ListsTransport(BackendTransport):
     ) -> Handle | None:
         self._compare("all_gather", part.dtype, counts=counts)
         works = [dist.all_gather(list(torch.split(whole, list(counts))), part, group=self.pg, async_op=async_op)]
-        return ended("all_gather", works, result, async_op)
+        return handle_or_none("all_gather", works, result, async_op)
 
     def _reduce_scatter(
         self, part: Tensor, whole: Tensor, counts: Sequence[int], op: int, factor: float, result: Any, async_op: bool
@@ -31,7 +31,7 @@ class ListsTransport(BackendTransport):
         self._compare("reduce_scatter", part.dtype, op, counts, factor)
         chunks = list(torch.split(whole, list(counts)))
         works = [dist.reduce_scatter(part, chunks, ops.for_torch(op, factor), group=self.pg, async_op=async_op)]
-        return ended("reduce_scatter", works, result, async_op)
+        return handle_or_none("reduce_scatter", works, result, async_op)
 
 
 class AscendTransport(BackendTransport):
@@ -50,7 +50,7 @@ class AscendTransport(BackendTransport):
         work = self.native.all_gather_into_tensor_uneven(
             whole, part, output_split_sizes=list(counts), group=self.pg, async_op=async_op
         )
-        return ended("all_gather", [work], result, async_op)
+        return handle_or_none("all_gather", [work], result, async_op)
 
     def _reduce_scatter(
         self, part: Tensor, whole: Tensor, counts: Sequence[int], op: int, factor: float, result: Any, async_op: bool
@@ -59,4 +59,4 @@ class AscendTransport(BackendTransport):
         work = self.native.reduce_scatter_tensor_uneven(
             part, whole, input_split_sizes=list(counts), op=ops.for_torch(op, factor), group=self.pg, async_op=async_op
         )
-        return ended("reduce_scatter", [work], result, async_op)
+        return handle_or_none("reduce_scatter", [work], result, async_op)

@@ -12,7 +12,8 @@ A new one is a file beside these and a line in ``find.py``; the tests in ``tests
 
 Words: tensors are contiguous and of one dtype; ``counts`` are elements per rank, None for equal parts; ``op`` is a
 name or a torch ReduceOp, as ``_core.read_op`` reads it; ranks are ranks in the group; ``timeout_s`` None is
-the group's. A verb returns None when the call is over, or with ``async_op`` a Handle. Arguments are passed by position.
+the group's, as it always is on other backends. A verb returns None when the call is over, or with ``async_op`` a
+Handle. Arguments are passed by position.
 
 An output may also be a number: the rows of a new tensor like the input, -1 for as many as that has. The verb then
 returns the new tensor, or with ``async_op`` a Handle that has it; the input may have gaps, and is copied if it has.

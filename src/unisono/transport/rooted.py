@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from ..base import ops
 from ..base.handle import Handle
-from .backend import BackendTransport, divide, ended
+from .backend import BackendTransport, divide, handle_or_none
 
 _PIECE_BYTES = 4 << 20  # of a chunk that has to be copied before a reduce that would overwrite it
 
@@ -40,7 +40,7 @@ class RootedTransport(BackendTransport):
             for root, chunk in enumerate(chunks)
             if chunk.numel()
         ]
-        return ended("all_gather", works, result, async_op, wait=True)
+        return handle_or_none("all_gather", works, result, async_op, wait=True)
 
     def _reduce_scatter(
         self, part: Tensor, whole: Tensor, counts: Sequence[int], op: int, factor: float, result: Any, async_op: bool
@@ -67,4 +67,4 @@ class RootedTransport(BackendTransport):
                 else:
                     works.append(work)
         after = (lambda: divide(part, self.size)) if op == ops.AVG else None
-        return ended("reduce_scatter", works, result, async_op, after, wait=True)
+        return handle_or_none("reduce_scatter", works, result, async_op, after, wait=True)
