@@ -67,6 +67,11 @@ def _transport(key: str, rank: int, size: int, tensor: Tensor) -> Transport:
     return found
 
 
+def _factor(op: str, factor: float | None) -> float | None:
+    """The factor as a transport takes it: with a premul_sum only."""
+    return factor if op == "premul_sum" else None
+
+
 def _kept(result: run.Result) -> Tensor:
     out, _asked.handle = result
     return out
@@ -78,7 +83,7 @@ def _kept(result: run.Result) -> Tensor:
 @custom_op("unisono::all_reduce", mutates_args=())
 def all_reduce(tensor: Tensor, op: str, factor: float | None, rank: int, size: int, group: str) -> Tensor:
     """Every rank: the ranks' tensors combined."""
-    return _kept(run.all_reduce(_transport(group, rank, size, tensor), tensor, op, factor, _asked.async_op))
+    return _kept(run.all_reduce(_transport(group, rank, size, tensor), tensor, op, _factor(op, factor), _asked.async_op))
 
 
 @custom_op("unisono::all_gather", mutates_args=())
@@ -93,13 +98,13 @@ def reduce_scatter(
 ) -> Tensor:
     """Rank r: its splits[r] rows of the ranks' tensors combined."""
     where = _transport(group, rank, len(splits), tensor)
-    return _kept(run.reduce_scatter(where, tensor, splits, op, factor, _asked.async_op))
+    return _kept(run.reduce_scatter(where, tensor, splits, op, _factor(op, factor), _asked.async_op))
 
 
 @custom_op("unisono::reduce", mutates_args=())
 def reduce(tensor: Tensor, root: int, op: str, factor: float | None, rank: int, size: int, group: str) -> Tensor:
     """Root: the ranks' tensors combined; others: a 0."""
-    return run.reduce(_transport(group, rank, size, tensor), tensor, root, op, factor)
+    return run.reduce(_transport(group, rank, size, tensor), tensor, root, op, _factor(op, factor))
 
 
 @custom_op("unisono::broadcast", mutates_args=())
