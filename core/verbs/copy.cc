@@ -29,8 +29,10 @@ size_t Mover::segment(int from, int to) const {
       return to == c_.root ? request(from).count : 0;
     case Verb::scatter:
       return from == c_.root ? request(to).count : 0;
-    default:
+    case Verb::all_to_all:
       return from == me_ ? c_.in_parts[to].count : entry(from, to).in_count;
+    default:
+      return 0;  // no other verb copies
   }
 }
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import unisono
 from tests.uneven.cases import KINDS, world
 from tests.uneven.refused import FIRST, REFUSED, SUM, exchange, gather, reduce, strided, tensor
+from unisono.base.errors import ArgumentError
 
 
 def refuse_all(group, kind, path):
@@ -22,7 +23,8 @@ def refuse_all(group, kind, path):
                 complaints.append(f"{name}: nothing was raised")
             except Exception as e:
                 lines = str(e).splitlines()
-                if type(e) is not error or not (lines[0] == first or (first in lines[0] and error is not RuntimeError)):
+                right = isinstance(e, error) and (type(e) is error or isinstance(e, ArgumentError))
+                if not right or not (lines[0] == first or (first in lines[0] and error is not RuntimeError)):
                     complaints.append(f"{name}: {type(e).__name__}: {e}")
                 if error is RuntimeError and len(lines) != 2:
                     complaints.append(f"{name}: {len(lines)} lines: {e}")

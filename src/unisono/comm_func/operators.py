@@ -83,7 +83,8 @@ def _kept(result: run.Result) -> Tensor:
 @custom_op("unisono::all_reduce", mutates_args=())
 def all_reduce(tensor: Tensor, op: str, factor: float | None, rank: int, size: int, group: str) -> Tensor:
     """Every rank: the ranks' tensors combined."""
-    return _kept(run.all_reduce(_transport(group, rank, size, tensor), tensor, op, _factor(op, factor), _asked.async_op))
+    where = _transport(group, rank, size, tensor)
+    return _kept(run.all_reduce(where, tensor, op, _factor(op, factor), _asked.async_op))
 
 
 @custom_op("unisono::all_gather", mutates_args=())
