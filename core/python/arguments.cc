@@ -130,7 +130,8 @@ void Arguments::cut_by_counts(Parts& parts, const View& whole, const char* argum
             .other = argument});
 }
 
-void Arguments::check_single_part(const View& one, const char* one_argument, const Parts& many, const char* many_argument) const {
+void Arguments::check_single_part(const View& one, const char* one_argument, const Parts& many,
+                                  const char* many_argument) const {
   if (one.dtype != many.dtype)
     refuse({.rule = Rule::dtype_of,
             .argument = one_argument,

@@ -3,8 +3,8 @@
 // Vocabulary. An input is *visible* to a rank that can read it where it is: its own, one in a heap, or one held in a
 // line or slot. An output is visible to a rank that can write it where it is: its own, or one in a heap whose place was
 // published. A call is *buffered* when all inputs are held where all ranks see them (lines, slots, the ring, or kept by
-// the root): then every rank serves itself and nobody waits again. Otherwise the work is cut by bytes between all ranks, whoever's tensors they are, and what is visible to
-// neither side goes through the stage in pieces.
+// the root): then every rank serves itself and nobody waits again. Otherwise the work is cut by bytes between all
+// ranks, whoever's tensors they are, and what is visible to neither side goes through the stage in pieces.
 #pragma once
 
 #include "kernels/reduce.h"
