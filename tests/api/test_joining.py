@@ -130,3 +130,20 @@ def test_split_names_who_wanted_what(pool, size):
         assert "ranks disagree on the ranks" in text, text
         assert "rank 0   [0, 1]" in text and "rank 1   [1, 2]" in text, text
     assert "rank 2   none" in second, second
+
+
+def _halves(group, path):
+    """Two groups of one name that have no rank in common: torch makes such when each half of the ranks cuts itself."""
+    store = FileStore(path, group.size)
+    members = [r for r in range(group.size) if r % 2 == group.rank % 2]
+    with unisono.Group.from_store(
+        store, members.index(group.rank), len(members), name="g", timeout_s=LONG_S, ranks=members
+    ) as half:
+        t = torch.tensor([float(group.rank)])
+        half.all_reduce(t)
+        half.barrier()
+        return t.item()
+
+
+def test_two_groups_of_one_name(tmp_path):
+    assert run_ranks(4, _halves, str(tmp_path / "store")) == [2.0, 4.0, 2.0, 4.0]

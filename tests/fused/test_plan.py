@@ -173,7 +173,7 @@ SCATTER_ERRORS = [
         [1, 1],
         "argument 'split_sizes' must add up to the 3 rows of output 0\n  expected splits that add up to 3, got [1",
     ),
-    ([4, -1], "split sizes must not be negative\n  expected 0 or more rows each, got [4, -1]"),
+    ([4, -1], "argument 'split_sizes' must not be negative, for output 0\n  expected 0 or more rows each, got [4, -1]"),
     ([3], "argument 'split_sizes' must have one number per rank, for output 0\n  expected 2 splits, got 1"),
 ]
 

@@ -6,6 +6,7 @@ their own order, so reductions there are compared with a tolerance; on the core 
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,7 +30,7 @@ TRANSPORTS = {
 OURS = ("core", "core of a process group")
 EXACT = ("gloo", "lists")  # whose reduce-scatter sums in our order
 # What a backend does by itself, with its own idea of ranks that disagree.
-BACKENDS_OWN = ("all_reduce", "reduce", "broadcast", "all_gather equal", "gather", "scatter", "matmul_reduce")
+BACKENDS_OWN = ("all_reduce", "reduce", "broadcast", "gather", "scatter", "matmul_reduce")
 
 
 @contextlib.contextmanager
@@ -229,18 +230,34 @@ BAD = {
         torch.zeros(n, 2)[:, 0], torch.zeros(1), group=g
     ),
     "scatter: size": lambda g, n: unisono.reduce_scatter_tensor_uneven(torch.zeros(2), torch.zeros(n), None, group=g),
+    "scatter: avg of bool": lambda g, n: unisono.reduce_scatter_tensor_uneven(
+        torch.zeros(1, dtype=torch.bool), torch.zeros(n, dtype=torch.bool), None, "avg", g
+    ),
     "scatter: op": lambda g, n: unisono.reduce_scatter_tensor_uneven(torch.zeros(1), torch.zeros(n), None, "sun", g),
     "exchange: matrix": lambda g, n: unisono.all_to_all_vc(torch.zeros(n), torch.zeros(n), [[1]], g),
     "exchange: count": lambda g, n: unisono.all_to_all_vc(torch.zeros(n + 1), torch.zeros(n), [[1] * n] * n, g),
+    "comm_func: avg of bool": lambda g, n: comm_func.all_reduce(torch.zeros(1, dtype=torch.bool), "avg", g),
     "comm_func: op": lambda g, n: comm_func.all_reduce(torch.zeros(1), "sun", g),
     "comm_func: no tensor": lambda g, n: comm_func.all_gather_into_tensor([1.0], g),
     "comm_func: rows": lambda g, n: comm_func.reduce_scatter_tensor(torch.zeros(n + 1), "sum", g),
     "comm_func: splits": lambda g, n: comm_func.all_gather_into_tensor_uneven(torch.zeros(1), [1] * (n + 1), g),
     "comm_func: root": lambda g, n: comm_func.broadcast(torch.zeros(1), 99, g),
+    "comm_func: exchange of dtypes": lambda g, n: comm_func.all_to_all_v_c(
+        torch.zeros(n).half(), torch.zeros(n), [1] * n * n, g
+    ),
+    "comm_func: exchange into gaps": lambda g, n: comm_func.all_to_all_v_c(
+        torch.zeros(2 * n)[::2], torch.zeros(n), [1] * n * n, g
+    ),
+    "comm_func: exchange in place": lambda g, n: _exchange_in_place(g, n),
     "comm_func: matrix": lambda g, n: comm_func.all_to_all_v_c(torch.zeros(n), torch.zeros(n), [1] * n, g),
     "fused: shapes": lambda g, n: unisono.matmul_all_reduce(torch.zeros(2, 3), torch.zeros(2, 3), g),
     "fused: splits": lambda g, n: unisono.matmul_reduce_scatter(torch.ones(2, 3), torch.ones(3, 2), g, split_sizes=[5]),
 }
+
+
+def _exchange_in_place(g, n):
+    both = torch.zeros(n + 1)
+    comm_func.all_to_all_v_c(both[1:], both[:-1], [1] * n * n, g)
 
 
 def _overlapping(g, n):
@@ -278,3 +295,52 @@ def test_every_verb_is_in_the_matrix():
     covered = {"send", "recv", "barrier"} | {verb.removesuffix("_equal") for verb in VERBS}
     assert verbs == covered - {"send_recv"}
     assert set(ops.NUMBERS) == set(reference.OPS)
+
+
+# -- what must not depend on how a rank came to its call
+
+
+def mixed_ways(group, name, path):
+    """Only one rank's input requires grad, so only that one goes through an operator; splits are numpy's."""
+    with transport_named(group, name, path) as (_, where):
+        mine = torch.full((2,), 1.0 + group.rank, requires_grad=group.rank == 0)
+        gathered = comm_func.all_gather_into_tensor(mine, where)[0].tolist()
+        rows = np.arange(1, 1 + group.size)
+        sent = torch.full((int(rows.sum()),), 1.0 + group.rank)
+        expected = [group.rank + 1] * group.size
+        received = comm_func.all_to_all_single_with_output_shape((sum(expected),), sent, expected, rows, where)[0]
+        return gathered, received.tolist()
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("size", [2])
+def test_mixed_ways(pool, size, name, tmp_path):
+    for rank, (gathered, received) in enumerate(pool.run(mixed_ways, name, str(tmp_path / "store"))):
+        assert gathered == [1.0, 1.0, 2.0, 2.0]
+        assert received == [1.0] * (rank + 1) + [2.0] * (rank + 1)
+
+
+def one_way(group, name, path):
+    """What rank 1 sends rank 0 does not fit, what rank 0 sends rank 1 does: both raise, and the group stays usable."""
+    n, said = 300_000, []
+    with transport_named(group, name, path) as (_, where):
+        for _ in range(12):
+            matrix = [[n] * group.size for _ in range(group.size)]
+            if group.rank == 1:
+                matrix[1][0] += 100_000
+            received = torch.zeros(sum(row[group.rank] for row in matrix))
+            try:
+                unisono.all_to_all_vc(received, torch.ones(sum(matrix[group.rank])), matrix, where)
+                said.append("nothing was raised")
+            except unisono.MismatchError:
+                said.append("")
+            got = torch.zeros(group.size * n)
+            unisono.all_to_all_vc(got, torch.full_like(got, 1.0 + group.rank), [[n] * group.size] * group.size, where)
+            said.append("" if got[0] == 1.0 and got[-1] == group.size else f"then got {got}")
+    return set(said)
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_exchange_that_fits_one_way_only(pool, size, name, tmp_path):
+    assert pool.run(one_way, name, str(tmp_path / "store")) == [{""}] * size

@@ -84,6 +84,7 @@ class Words:
     uneven: str = "Tensor's dim 0 does not divide equally across group size"
     length: str = "Number of tensor splits not equal to group size"
     total: str = "Split sizes doesn't match total dim 0 size"
+    negative: str = "split sizes must not be negative"
     kind: type[Exception] = RuntimeError
 
 
@@ -102,7 +103,7 @@ def check(splits: Sequence[int], rows: int, size: int, words: Words = TORCH) -> 
         got = f"{list(splits)}, which add up to {sum(splits)}"
         raise words.kind(f"{words.total}\n{_expected_got(f'splits that add up to {rows}', got)}")
     if min(splits) < 0:
-        raise ValueError(f"split sizes must not be negative\n{_expected_got('0 or more rows each', list(splits))}")
+        raise ValueError(f"{words.negative}\n{_expected_got('0 or more rows each', list(splits))}")
 
 
 @lru_cache(maxsize=4096)
@@ -193,7 +194,7 @@ def _check_memory(group: GroupLike, whole: Tensor, part: Tensor, whole_is_output
             )
     found = resolve(group)
     assert found is not None  # or there would be no transport
-    kinds = devices_of(found)
+    kinds = ["cpu"] if getattr(found, "unisono_group", None) is not None else devices_of(found)
     for name, tensor in named:
         if tensor.device.type not in kinds or tensor.device != named[0][1].device:
             raise RuntimeError(

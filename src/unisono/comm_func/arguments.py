@@ -64,10 +64,7 @@ def uneven_splits(sizes: SplitsLike, rows: int | None, size: int) -> list[int]:
     """Rows per rank as a list, checked; empty if none were given and ``rows``, their total, is not known either."""
     if type(sizes) is str or type(sizes) in ops.TORCH_CLASSES:
         raise TypeError(f"the split sizes come before 'op': expected a list of whole numbers, or None, got {sizes}")
-    if torch.compiler.is_compiling():  # keep sizes that are symbols
-        given = () if sizes is None else tuple(sizes)
-    else:
-        given = splits_of(sizes)
+    given = _given(sizes)
     if rows is None:
         if not given:
             return []
@@ -76,9 +73,15 @@ def uneven_splits(sizes: SplitsLike, rows: int | None, size: int) -> list[int]:
     return list(given) or [rows // size] * size
 
 
+def _given(sizes: SplitsLike) -> tuple[int, ...]:
+    if torch.compiler.is_compiling():  # keep sizes that are symbols
+        return () if sizes is None else tuple(sizes)
+    return splits_of(sizes)
+
+
 def exchange_splits(function: str, side: str, sizes: Any, rows: int, size: int) -> list[int]:
     """Rows for or from each rank of an all-to-all, equal if none are given."""
-    given = () if sizes is None else tuple(sizes)
+    given = _given(sizes)
     try:
         check(given, rows, size)
     except (RuntimeError, ValueError):

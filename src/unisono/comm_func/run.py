@@ -85,7 +85,7 @@ def all_to_all_lists(
     like = inputs[0] if inputs[0].dim() == 1 else inputs[0].view(-1)
     outputs = tuple([_new(transport, like, shape) for shape in shapes])
     handle = transport.all_to_all(outputs, inputs, None, None, None, async_op)
-    return outputs, handle
+    return outputs, None if handle is None else handle.of(outputs)
 
 
 def recv(transport: Transport, like: Tensor, src: int, tag: int, async_op: bool) -> Result:

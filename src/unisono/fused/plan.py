@@ -234,7 +234,10 @@ def check_splits(splits: tuple[Shape, ...], rows: Sequence[int], size: int, of: 
     if len(splits) != len(rows):
         raise ValueError(f"argument 'split_sizes' must have one list per {of}: expected {len(rows)}, got {len(splits)}")
     for i, (split, m) in enumerate(zip(splits, rows, strict=True)):
-        check(split, m, size, _words(of, i, m, size))
+        words = _words(of, i, m, size)
+        if not split:
+            raise ValueError(f"{words.length}\n  expected {size} splits, got none")
+        check(split, m, size, words)
 
 
 def _words(of: str, i: int, rows: int, size: int) -> Words:
@@ -242,6 +245,7 @@ def _words(of: str, i: int, rows: int, size: int) -> Words:
         uneven=f"{of} {i} has {rows} rows, which do not divide equally between {size} ranks; give 'split_sizes'",
         length=f"argument 'split_sizes' must have one number per rank, for {of} {i}",
         total=f"argument 'split_sizes' must add up to the {rows} rows of {of} {i}",
+        negative=f"argument 'split_sizes' must not be negative, for {of} {i}",
         kind=ValueError,
     )
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..base.errors import make_argument_error
 from ..base.handle import Handle
 from ..base.tensors import is_shared
 from ..transport.backend import round_products
@@ -123,7 +124,8 @@ def gather_values(transport: Transport | None, values: torch.Tensor, counts: Seq
 def _new(transport: Transport, like: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
     """A flat tensor where the transport wants those of fused matmuls."""
     made = transport.new_rows(like.new_empty(0, dtype=dtype), count)
-    assert made is not None
+    if made is None:
+        raise make_argument_error("device", "x", "cpu", str(like.device))
     return made
 
 

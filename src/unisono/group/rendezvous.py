@@ -85,6 +85,10 @@ def meet(
     listener = _core.Listener()
     mine = Plan(VERSION, size, numbers, me, listener.name, secrets.token_hex(16))
     first = Plan.read(store.compare_set(f"{prefix}/plan", "", mine.written()))
+    if not set(first.members) & set(numbers):
+        # Another group of the same name, as torch makes them: each half of the ranks cuts itself into groups.
+        prefix = f"{prefix}/of/{min(numbers)}"
+        first = Plan.read(store.compare_set(f"{prefix}/plan", "", mine.written()))
     store.set(f"{prefix}/at/{me}", mine.written())
     disputed = bool(mine.differs(first))
     if disputed:

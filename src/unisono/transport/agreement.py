@@ -90,13 +90,12 @@ def compare(pg: ProcessGroup, seq: int, request: Request, shown: Sequence[bytes]
     return [_HEAD.unpack_from(bytes)[1] for bytes in shown]
 
 
-def agrees(shown: Sequence[bytes], one: int, other: int) -> bool:
-    """Whether two ranks were asked for what fits together, whatever others were asked for."""
-    if shown[one][:_DIGEST_BYTES] != shown[other][:_DIGEST_BYTES]:
+def meet(shown: Sequence[bytes], sender: int, receiver: int) -> bool:
+    """Whether what one rank sends is what another expects, whatever else they were asked for."""
+    if shown[sender][:_DIGEST_BYTES] != shown[receiver][:_DIGEST_BYTES]:
         return False
     size = len(shown)
-    mine, theirs = _table(shown[one], size), _table(shown[other], size)
-    return bool(mine[other] == theirs[size + one] and mine[size + other] == theirs[one])
+    return bool(_table(shown[sender], size)[receiver] == _table(shown[receiver], size)[size + sender])
 
 
 def _misfits(shown: Sequence[bytes]) -> list[int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .. import _core
 from ..base import ops
 from ..base.counter import Counter
 from ..base.errors import make_argument_error
@@ -28,7 +30,7 @@ from .pending import Step, WorksPending
 from .protocol import Counts, Factor, Output, Seconds, Tensors
 
 # torch 2.13 renamed it and warns of the old name.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class BackendTransport:
@@ -103,12 +105,11 @@ class BackendTransport:
         if isinstance(output, int):
             return self._into_new(output, input, lambda o, i: self.all_gather(o, i, counts, timeout_s, async_op))
         if not isinstance(output, Tensor):
-            works = [dist.all_gather(list(output), input, self.pg, async_op)]
-        elif counts is None:
-            works = [_all_gather_single(flat(output), flat(input), self.pg, async_op)]
-        else:
-            return self._all_gather(flat(output), flat(input), counts, output, async_op)
-        return handle_or_none("all_gather", works, output, async_op)
+            return handle_or_none(
+                "all_gather", [dist.all_gather(list(output), input, self.pg, async_op)], output, async_op
+            )
+        counts = [input.numel()] * self.size if counts is None else counts
+        return self._all_gather(flat(output), flat(input), counts, output, async_op)
 
     def reduce_scatter(
         self, output: Output, input: Tensors, counts: Counts, op: Any, factor: Factor, timeout_s: Seconds,
@@ -134,6 +135,7 @@ class BackendTransport:
             return self._into_new(
                 output, input, lambda o, i: make(o, i, output_counts, input_counts, timeout_s, async_op)
             )
+        _check_exchange(output, input)
         target, expected, scattered = self._as_one(output, output_counts)
         source, sent, _ = self._as_one(input, input_counts)
 
@@ -217,9 +219,13 @@ class BackendTransport:
     def new_rows(self, tensor: Tensor, rows: int, /) -> Tensor | None:
         return tensor.new_empty((rows, *tensor.shape[1:])) if _is_plain(tensor) else None
 
-    def _into_new(self, rows: int, like: Any, call: Callable[[Tensor, Tensor], Any]) -> Any:
+    def _into_new(self, rows: int, like: Any, call: Callable[[Any, Tensor], Any]) -> Any:
         """A call into a new tensor of so many rows, -1 for as many as ``like`` has: the tensor, or the handle."""
         like = _plain(like)
+        if like.layout is not torch.strided and rows < 0:
+            out = like.clone()  # reduced in place
+            handle = call(None, out)
+            return out if handle is None else handle
         out = torch.empty_like(like) if rows < 0 else like.new_empty((rows, *like.shape[1:]))
         handle = call(out, like)
         return out if handle is None else handle
@@ -263,6 +269,8 @@ class BackendTransport:
 
         A target of PREMUL_SUM is multiplied here, one of AVG divided after a SUM.
         """
+        if op in (ops.PREMUL_SUM, ops.AVG):
+            check_reduction(target, op)
         if op == ops.PREMUL_SUM:
             target.mul_(factor)
         elif op == ops.AVG:
@@ -328,6 +336,29 @@ def _copied(tensor: Tensor, out: Tensor | None) -> Tensor:
         return tensor
     _copy_unless_same(out, tensor)
     return out
+
+
+def _check_exchange(output: Any, input: Any) -> None:
+    """Refuses what the core refuses: other dtypes, gaps, lazy views, and outputs over inputs."""
+    outputs, inputs = ([t] if isinstance(t, Tensor) else list(t) for t in (output, input))
+    for name, tensors in (("output", outputs), ("input", inputs)):
+        for tensor in tensors:
+            if tensor.dtype is not inputs[0].dtype:
+                raise make_argument_error("dtype_of", name, inputs[0].dtype, tensor.dtype, "input")
+            if tensor.layout is torch.strided and not tensor.is_contiguous():
+                raise make_argument_error("contiguous", name, got=(list(tensor.shape), tensor.stride()))
+            if not _is_plain(tensor):
+                raise make_argument_error("lazy", name)
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, i) for i, ts in enumerate((outputs, inputs)) for t in ts)
+    for (_, end, one), (start, _, other) in pairwise([span for span in spans if span[0] != span[1]]):
+        if start < end and one != other:
+            raise make_argument_error("overlap", "output", other="input")
+
+
+def check_reduction(tensor: Tensor, op: int) -> None:
+    """Refuses an op that means nothing for the tensor's dtype, as the core does."""
+    empty = torch.empty(0, dtype=tensor.dtype)
+    _core.combine(empty, [empty], op, [1.0])
 
 
 def _copy_unless_same(to: Tensor, source: Tensor) -> None:

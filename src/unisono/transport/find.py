@@ -50,7 +50,7 @@ def find_for_barrier(group: GroupLike) -> Transport | None:
 
 def transport_of(group: Group | ProcessGroup, device: torch.device) -> Transport:
     ours = native(group)
-    if ours is not None and (device.type == "cpu" or getattr(group, "unisono_group", None) is ours):
+    if ours is not None and (device.type == "cpu" or device.type not in devices_of(group)):
         return ours.transport  # which says what is wrong with tensors of other devices
     group = cast(ProcessGroup, group)
     kinds = devices_of(group)

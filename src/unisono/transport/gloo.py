@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from .. import _core
 from ..base.errors import MismatchError
 from ..base.handle import Handle
-from .agreement import NO_OP, Request, agrees, compare, request_bytes
+from .agreement import NO_OP, Request, compare, meet, request_bytes
 from .backend import BackendTransport
 from .pending import ProgressThread, Step
 
@@ -299,8 +299,12 @@ class _Messages:
         try:
             return compare(self.pg, self.seq, self.request, requests)
         except MismatchError:
-            for peer, work in (*receiving, *self.safe_sends):
-                if agrees(requests, self.transport.rank, peer):
+            me = self.transport.rank
+            for peer, work in receiving:
+                if meet(requests, peer, me):
+                    work.wait()
+            for peer, work in self.safe_sends:
+                if meet(requests, me, peer):
                     work.wait()
             self._end_headers()
             raise

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from ..base import ops
 from ..base.handle import Handle
-from .backend import BackendTransport, handle_or_none
+from .backend import BackendTransport, all_gather_single, handle_or_none
 
 
 class ListsTransport(BackendTransport):
@@ -22,7 +22,10 @@ class ListsTransport(BackendTransport):
         self, whole: Tensor, part: Tensor, counts: Sequence[int], result: Any, async_op: bool
     ) -> Handle | None:
         self._compare("all_gather", part.dtype, counts=counts)
-        works = [dist.all_gather(list(torch.split(whole, list(counts))), part, group=self.pg, async_op=async_op)]
+        if len(set(counts)) == 1:
+            works = [all_gather_single(whole, part, self.pg, async_op)]
+        else:
+            works = [dist.all_gather(list(torch.split(whole, list(counts))), part, group=self.pg, async_op=async_op)]
         return handle_or_none("all_gather", works, result, async_op)
 
     def _reduce_scatter(

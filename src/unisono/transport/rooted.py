@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from ..base import ops
 from ..base.handle import Handle
-from .backend import BackendTransport, divide, handle_or_none
+from .backend import BackendTransport, check_reduction, divide, handle_or_none
 
 _PIECE_BYTES = 4 << 20  # of a chunk that has to be copied before a reduce that would overwrite it
 
@@ -45,6 +45,7 @@ class RootedTransport(BackendTransport):
     def _reduce_scatter(
         self, part: Tensor, whole: Tensor, counts: Sequence[int], op: int, factor: float, result: Any, async_op: bool
     ) -> Handle | None:
+        check_reduction(part, op)
         self._compare("reduce_scatter", part.dtype, op, counts, factor)
         premul = op == ops.PREMUL_SUM
         copies = premul or not self.keeps_input

@@ -111,7 +111,8 @@ def all_to_all_vc(
 
     ``send_count_matrix[i][j]`` is the number of elements that rank i sends to rank j: n lists of n numbers, a flat list
     of n * n, a tensor or a numpy array. The input holds this rank's row of it, the output its column; both may have any
-    shape. Input and output must not overlap. Returns as :func:`all_gather_into_tensor_uneven`.
+    shape. Input and output must not overlap. What a rank sends another is compared with what that one expects. Returns
+    as :func:`all_gather_into_tensor_uneven`.
     """
     if (is_compiling() or type(output) is not Tensor or type(input) is not Tensor) and is_traced(group, output, input):
         if async_op:
