@@ -15,6 +15,7 @@ from torch import Tensor
 
 import unisono
 from unisono import ProcessGroupUnisono
+from unisono.base import ops as reduce_ops
 from unisono.base.work import Work
 
 Change = Callable[[], None]
@@ -171,7 +172,7 @@ def op_changed(method: str, ops: dict[str, str]) -> Change:
     def make(right: Callable[..., Any]) -> Callable[..., Any]:
         def wrong(self: Any, *arguments: Any) -> Any:
             opts = arguments[-1]
-            name = ops.name_of(ops.read(opts.reduceOp)[0])
+            name = reduce_ops.name_of(reduce_ops.read(opts.reduceOp)[0])
             other = ops.get(name, ops.get("*"))
             if other is not None:
                 opts.reduceOp = getattr(dist.ReduceOp, other.upper())
