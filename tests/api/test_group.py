@@ -279,7 +279,7 @@ def _joins_among_strangers(group, path):
     names = [store.get(str(r)).decode() for r in range(size)]
     comm = listener.join(rank, size, "strangers", b"n" * 16, 77, 20.0, names)
     t = torch.ones(10)
-    comm.all_reduce(t, None, 0, 1.0, 0.0, False)
+    comm.all_reduce(t, None, "sum", None, None, False)
     comm.close("done", 0.2)
     for knock in strangers:
         knock.close()
