@@ -29,6 +29,7 @@ def default_group(group: unisono.Group, backend: str, folder: str) -> Iterator[A
     group.broadcast(numbers, 0)
     store = dist.FileStore(f"{folder}/store-{int(numbers)}", group.size)
     dist.init_process_group(backend, store=store, rank=group.rank, world_size=group.size)
+    group.barrier()  # gloo's ranks are still connecting to one another: nobody may leave before all have
     try:
         yield dist.group.WORLD
     finally:
