@@ -1,7 +1,7 @@
 """Which group a caller means: from None, a name, a torch ProcessGroup or a :class:`Group` to the group itself.
 
-A ``group`` argument is looked up at the call, never kept, so the default group may be
-made, destroyed and made again. Which transport a group has is not said here but in ``transport/find.py``.
+A ``group`` argument is looked up at the call, never kept, so the default group may be made, destroyed and made again.
+Which transport a group has is not said here but in ``transport/find.py``.
 """
 
 from __future__ import annotations

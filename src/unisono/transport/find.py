@@ -49,6 +49,7 @@ def find_for_barrier(group: GroupLike) -> Transport | None:
 
 
 def transport_of(group: Group | ProcessGroup, device: torch.device) -> Transport:
+    """The transport for tensors of this device, made at the first call and forgotten with the group."""
     ours = native(group)
     if ours is not None and (device.type == "cpu" or device.type not in devices_of(group)):
         return ours.transport  # which says what is wrong with tensors of other devices
