@@ -6,21 +6,25 @@ follows on a second line.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..base import ops
-from ..calls.splits import SplitsLike, Words, check, splits_of
+from ..calls.splits import SplitsLike, Words, check, cut, splits_of
 
 #: The strings an ``op`` may be.
 OPS = ("sum", "prod", "min", "max", "avg")
 
 
-def no_tensor(function: str, got: object) -> NoReturn:
+def expect_tensor(function: str, got: object) -> None:
     """Raises for an argument that is no tensor."""
-    raise TypeError(f"For {function}, the input tensor must be tensor\n  got {type(got).__name__}")
+    if not isinstance(got, Tensor):
+        raise TypeError(f"For {function}, the input tensor must be tensor\n  got {type(got).__name__}")
 
 
 def reduction(function: str, op: Any) -> tuple[str, float | None]:
@@ -45,8 +49,14 @@ def reduction(function: str, op: Any) -> tuple[str, float | None]:
 setattr(reduction, "_dynamo_marked_constant", True)  # noqa: B010
 
 
-def equal_parts(rows: int, size: int) -> int:
-    """Rows per rank when ``rows`` are dealt out evenly."""
+def row_count(tensor: Tensor) -> int:
+    """Rows of a tensor; a number is one row."""
+    return tensor.shape[0] if tensor.dim() else 1
+
+
+def equal_rows(tensor: Tensor, size: int) -> int:
+    """Rows per rank when a tensor's are dealt out evenly."""
+    rows = row_count(tensor)
     if rows % size:
         raise ValueError(
             "the first dimension for 'input_shape' must be divided by 'rank_size', "
@@ -55,37 +65,41 @@ def equal_parts(rows: int, size: int) -> int:
     return rows // size
 
 
-def as_rows(tensor: Tensor) -> Tensor:
-    """The tensor as rows: a number is one row."""
-    return tensor if tensor.dim() else tensor.reshape(1)
-
-
-def uneven_splits(sizes: SplitsLike, rows: int | None, size: int) -> list[int]:
-    """Rows per rank as a list, checked; empty if none were given and ``rows``, their total, is not known either."""
+def split_sizes(sizes: SplitsLike) -> tuple[int, ...]:
+    """Splits as a tuple, empty for equal ones."""
     if type(sizes) is str or type(sizes) in ops.TORCH_CLASSES:
         raise TypeError(f"the split sizes come before 'op': expected a list of whole numbers, or None, got {sizes}")
-    given = _given(sizes)
-    if rows is None:
-        if not given:
-            return []
-        rows = sum(given)
-    check(given, rows, size)
-    return list(given) or [rows // size] * size
-
-
-def _given(sizes: SplitsLike) -> tuple[int, ...]:
-    if torch.compiler.is_compiling():  # keep sizes that are symbols
+    if is_compiling():  # keep sizes that are symbols
         return () if sizes is None else tuple(sizes)
     return splits_of(sizes)
 
 
-def exchange_splits(function: str, side: str, sizes: Any, rows: int, size: int) -> list[int]:
-    """Rows for or from each rank of an all-to-all, equal if none are given."""
-    given = _given(sizes)
+def counts_of(splits: tuple[int, ...], rows: int, tensor: Tensor, size: int) -> Sequence[int]:
+    """The elements of each rank's share of ``rows`` rows like those of a tensor, checked."""
+    elements = rows if tensor.dim() <= 1 else rows * tensor.shape[1:].numel()
+    return _cut(splits, rows, elements, size)
+
+
+def exchange_counts(function: str, side: str, sizes: Any, shape: Sequence[int], size: int) -> Sequence[int]:
+    """Elements for or from each rank of an all-to-all of a tensor of this shape, equal if no splits are given."""
+    splits, rows = split_sizes(sizes), shape[0] if shape else 1
     try:
-        check(given, rows, size)
+        return _cut(splits, rows, math.prod(shape), size)
     except (RuntimeError, ValueError):
         uneven = f"{side} shape at dim 0 must be divided by world_size, but got {rows} and {size}."
         wrong = f"For {function}, '{side}_split_sizes' must be {size} numbers that add up to the {rows} rows"
-        check(given, rows, size, Words(uneven, length=wrong, total=wrong, kind=ValueError))
-    return list(given) or [rows // size] * size
+        check(splits, rows, size, Words(uneven, length=wrong, total=wrong, kind=ValueError))
+        raise
+
+
+def _cut(*arguments: Any) -> Sequence[int]:
+    return cut.__wrapped__(*arguments) if is_compiling() else cut(*arguments)  # a cache takes no symbols
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if it has gaps or is a lazy view: what a transport can read."""
+    if tensor.layout is not torch.strided:
+        return tensor  # the transport says whether it takes it
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return tensor.contiguous().resolve_conj().resolve_neg()

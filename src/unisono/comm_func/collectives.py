@@ -1,38 +1,23 @@
 """The functional collectives: input left alone, result returned.
 
-A call runs directly on the group's transport where there is nothing to differentiate, trace or fake; else as an
-operator of torch (``operators.py``), which does the same when it runs.
+The transport makes the result: an output that is a number says how many rows it has, -1 for as many as the input. On
+groups of ours results lie in shared memory, so the next call on them copies nothing.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from ..base.handle import Handle
-from ..calls.groups import group_rank, outside, place
+from ..calls.groups import group_rank, outside
 from ..calls.splits import SplitsLike
 from ..group.names import GroupLike
-from ..transport.find import find, find_for_barrier
-from . import operators, run
-from .arguments import OPS, as_rows, equal_parts, no_tensor, reduction, uneven_splits
-
-_modes = torch._C._len_torch_dispatch_stack
-_WITHOUT_BEHAVIOUR = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
-_grad_enabled = torch.is_grad_enabled
-
-
-def is_direct(tensor: Tensor) -> bool:
-    """Says whether a call needs no operator: nothing to differentiate, trace or fake."""
-    return (
-        not is_compiling()
-        and type(tensor) in _WITHOUT_BEHAVIOUR
-        and not (tensor.requires_grad and _grad_enabled())
-        and not _modes()
-    )
+from ..transport.find import find_for_barrier
+from .arguments import counts_of, equal_rows, reduction, row_count, split_sizes
+from .dispatch import transport
+from .operators import or_nothing
 
 
 def all_reduce(
@@ -45,13 +30,9 @@ def all_reduce(
 
     ``op`` is sum, prod, min, max, avg, or a torch ReduceOp. Differentiable.
     """
-    name, factor = (op, None) if type(op) is str and op in OPS else reduction("all_reduce", op)
-    if is_direct(tensor):
-        return run.all_reduce(find(group, tensor) or outside("all_reduce", group), tensor, name, factor, async_op)
-    if not isinstance(tensor, Tensor):
-        no_tensor("all_reduce", tensor)
-    here = place("all_reduce", group)
-    return operators.start(async_op, "all_reduce", operators.all_reduce, tensor, name, factor, *here)
+    op, factor = reduction("all_reduce", op)
+    made = transport("all_reduce", group, tensor).all_reduce(tensor, -1, op, factor, None, async_op)
+    return (made.outputs, made) if async_op else (made, None)
 
 
 def all_gather_into_tensor(
@@ -64,14 +45,9 @@ def all_gather_into_tensor(
 
     Tensors must have the same shape on all ranks; a 0-dim tensor counts as one row. Differentiable.
     """
-    if is_direct(tensor):
-        return run.all_gather(find(group, tensor) or outside("all_gather_into_tensor", group), tensor, None, async_op)
-    if not isinstance(tensor, Tensor):
-        no_tensor("all_gather_into_tensor", tensor)
-    rank, size, name = place("all_gather_into_tensor", group)
-    rows = as_rows(tensor)
-    splits = [rows.shape[0]] * size
-    return operators.start(async_op, "all_gather", operators.all_gather, rows, splits, rank, name)
+    found = transport("all_gather_into_tensor", group, tensor)
+    made = found.all_gather(found.size * row_count(tensor), tensor, None, None, async_op)
+    return (made.outputs, made) if async_op else (made, None)
 
 
 def all_gather_into_tensor_uneven(
@@ -84,28 +60,17 @@ def all_gather_into_tensor_uneven(
 
     None, or an empty list: all ranks have as many as this one. Differentiable.
     """
-    function = "all_gather_into_tensor_uneven"
-    if is_direct(tensor):
-        found = find(group, tensor) or outside(function, group)
-        return run.all_gather(found, tensor, _gathered(tensor, output_split_sizes, found.rank, found.size), async_op)
-    if not isinstance(tensor, Tensor):
-        no_tensor("all_gather_into_tensor_uneven", tensor)
-    rank, size, name = place(function, group)
-    rows = as_rows(tensor)
-    splits = _gathered(rows, output_split_sizes, rank, size)
-    return operators.start(async_op, "all_gather", operators.all_gather, rows, splits, rank, name)
-
-
-def _gathered(tensor: Tensor, sizes: SplitsLike, rank: int, size: int) -> list[int]:
-    """Rows of every rank, of which this one's must be the tensor's."""
-    rows = tensor.shape[0] if tensor.dim() else 1
-    splits = uneven_splits(sizes, None, size) or [rows] * size
-    if splits[rank] != rows:
+    found = transport("all_gather_into_tensor_uneven", group, tensor)
+    splits, rows = split_sizes(output_split_sizes), row_count(tensor)
+    total = sum(splits) if splits else found.size * rows
+    counts = counts_of(splits, total, tensor, found.size)
+    if splits and splits[found.rank] != rows:
         raise ValueError(
             "'tensor' must have as many rows as this rank's split\n"
-            f"  expected {splits[rank]} rows on rank {rank}, got {rows}"
+            f"  expected {splits[found.rank]} rows on rank {found.rank}, got {rows}"
         )
-    return splits
+    made = found.all_gather(total, tensor, counts, None, async_op)
+    return (made.outputs, made) if async_op else (made, None)
 
 
 def reduce_scatter_tensor(
@@ -118,18 +83,10 @@ def reduce_scatter_tensor(
 
     Dimension 0 must be a multiple of the group's size. Differentiable.
     """
-    name, factor = (op, None) if type(op) is str and op in OPS else reduction("reduce_scatter_tensor", op)
-    if is_direct(tensor):
-        found = find(group, tensor) or outside("reduce_scatter_tensor", group)
-        equal_parts(tensor.shape[0] if tensor.dim() else 1, found.size)
-        return run.reduce_scatter(found, tensor, None, name, factor, async_op)
-    if not isinstance(tensor, Tensor):
-        no_tensor("reduce_scatter_tensor", tensor)
-    rank, size, where = place("reduce_scatter_tensor", group)
-    rows = as_rows(tensor)
-    splits = [equal_parts(rows.shape[0], size)] * size
-    operator = operators.reduce_scatter
-    return operators.start(async_op, "reduce_scatter", operator, rows, splits, name, factor, rank, where)
+    op, factor = reduction("reduce_scatter_tensor", op)
+    found = transport("reduce_scatter_tensor", group, tensor)
+    made = found.reduce_scatter(equal_rows(tensor, found.size), tensor, None, op, factor, None, async_op)
+    return (made.outputs, made) if async_op else (made, None)
 
 
 def reduce_scatter_tensor_uneven(
@@ -146,19 +103,13 @@ def reduce_scatter_tensor_uneven(
 
     None, or an empty list: equal shares. Differentiable.
     """
-    function = "reduce_scatter_tensor_uneven"
-    name, factor = (op, None) if type(op) is str and op in OPS else reduction(function, op)
-    if is_direct(tensor):
-        found = find(group, tensor) or outside(function, group)
-        splits = uneven_splits(input_split_sizes, tensor.shape[0] if tensor.dim() else 1, found.size)
-        return run.reduce_scatter(found, tensor, splits, name, factor, async_op)
-    if not isinstance(tensor, Tensor):
-        no_tensor(function, tensor)
-    rank, size, where = place(function, group)
-    rows = as_rows(tensor)
-    splits = uneven_splits(input_split_sizes, rows.shape[0], size)
-    operator = operators.reduce_scatter
-    return operators.start(async_op, "reduce_scatter", operator, rows, splits, name, factor, rank, where)
+    op, factor = reduction("reduce_scatter_tensor_uneven", op)
+    found = transport("reduce_scatter_tensor_uneven", group, tensor)
+    splits, rows = split_sizes(input_split_sizes), row_count(tensor)
+    counts = counts_of(splits, rows, tensor, found.size)
+    mine = splits[found.rank] if splits else rows // found.size
+    made = found.reduce_scatter(mine, tensor, counts, op, factor, None, async_op)
+    return (made.outputs, made) if async_op else (made, None)
 
 
 def reduce(tensor: Tensor, dst: int, op: Any = "sum", group: GroupLike = None) -> Tensor:
@@ -169,13 +120,9 @@ def reduce(tensor: Tensor, dst: int, op: Any = "sum", group: GroupLike = None) -
 
     ``dst`` is a global rank. Differentiable.
     """
-    name, factor = (op, None) if type(op) is str and op in OPS else reduction("reduce", op)
+    op, factor = reduction("reduce", op)
     root = group_rank("reduce", "dst", dst, group)
-    if is_direct(tensor):
-        return run.reduce(find(group, tensor) or outside("reduce", group), tensor, root, name, factor)
-    if not isinstance(tensor, Tensor):
-        no_tensor("reduce", tensor)
-    return operators.reduce(tensor, root, name, factor, *place("reduce", group))  # type: ignore[no-any-return]
+    return or_nothing(transport("reduce", group, tensor).reduce(tensor, root, -1, op, factor, None, False), tensor)
 
 
 def broadcast(tensor: Tensor, src: int = 0, group: GroupLike = None) -> Tensor:
@@ -187,11 +134,8 @@ def broadcast(tensor: Tensor, src: int = 0, group: GroupLike = None) -> Tensor:
     ``src`` is a global rank. Differentiable.
     """
     root = group_rank("broadcast", "src", src, group)
-    if is_direct(tensor):
-        return run.broadcast(find(group, tensor) or outside("broadcast", group), tensor, root)
-    if not isinstance(tensor, Tensor):
-        no_tensor("broadcast", tensor)
-    return operators.broadcast(tensor, root, *place("broadcast", group))  # type: ignore[no-any-return]
+    made: Tensor = transport("broadcast", group, tensor).broadcast(tensor, root, -1, None, False)
+    return made
 
 
 def scatter_tensor(tensor: Tensor, src: int = 0, group: GroupLike = None) -> Tensor:
@@ -203,16 +147,9 @@ def scatter_tensor(tensor: Tensor, src: int = 0, group: GroupLike = None) -> Ten
     ``src`` is a global rank. Differentiable.
     """
     root = group_rank("scatter_tensor", "src", src, group)
-    if is_direct(tensor):
-        found = find(group, tensor) or outside("scatter_tensor", group)
-        equal_parts(tensor.shape[0] if tensor.dim() else 1, found.size)
-        return run.scatter(found, tensor, root)
-    if not isinstance(tensor, Tensor):
-        no_tensor("scatter_tensor", tensor)
-    here = place("scatter_tensor", group)
-    rows = as_rows(tensor)
-    equal_parts(rows.shape[0], here[1])
-    return operators.scatter(rows, root, *here)  # type: ignore[no-any-return]
+    found = transport("scatter_tensor", group, tensor)
+    made: Tensor = found.scatter(equal_rows(tensor, found.size), tensor, root, None, None, False)
+    return made
 
 
 def gather_into_tensor(tensor: Tensor, dst: int = 0, group: GroupLike = None) -> Tensor:
@@ -224,11 +161,8 @@ def gather_into_tensor(tensor: Tensor, dst: int = 0, group: GroupLike = None) ->
     ``dst`` is a global rank. Differentiable.
     """
     root = group_rank("gather_into_tensor", "dst", dst, group)
-    if is_direct(tensor):
-        return run.gather(find(group, tensor) or outside("gather_into_tensor", group), tensor, root)
-    if not isinstance(tensor, Tensor):
-        no_tensor("gather_into_tensor", tensor)
-    return operators.gather(as_rows(tensor), root, *place("gather_into_tensor", group))  # type: ignore[no-any-return]
+    found = transport("gather_into_tensor", group, tensor)
+    return or_nothing(found.gather(found.size * row_count(tensor), tensor, root, None, None, False), tensor)
 
 
 def barrier(group: GroupLike = None) -> None:

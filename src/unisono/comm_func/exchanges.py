@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ..base.handle import Handle
-from ..calls.groups import place, transport
+from ..calls.groups import transport as transport_of_group
 from ..group.names import GroupLike
-from . import operators, run
-from .arguments import as_rows, exchange_splits
-from .collectives import is_direct
+from ..transport.protocol import Transport
+from .arguments import exchange_counts, plain
+from .dispatch import transport, transport_of_all
+from .operators import Operators
 
 Shape = Tensor | Sequence[int]
 
@@ -33,35 +34,35 @@ def all_to_all_with_output_shape(
     A tensor in ``output_shape_list`` gives its shape. Differentiable.
     """
     function = "all_to_all_with_output_shape"
-    if not isinstance(input_tensor_list, (list, tuple)):
-        raise TypeError(f"Expected list or tuple, but got {type(input_tensor_list)}.")
+    for items in (input_tensor_list, output_shape_list):
+        if not isinstance(items, (list, tuple)):
+            raise TypeError(f"Expected list or tuple, but got {type(items)}.")
     for tensor in input_tensor_list:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"Expected tensor, but got {type(tensor)}")
-    if not isinstance(output_shape_list, (list, tuple)):
-        raise TypeError(f"Expected list or tuple, but got {type(output_shape_list)}.")
     shapes = [_shape(shape) for shape in output_shape_list]
-    direct = all(map(is_direct, input_tensor_list)) and bool(input_tensor_list)
-    if direct:
-        found = transport(function, group, input_tensor_list[0])
-        rank, size, name = found.rank, found.size, ""
-    else:
-        rank, size, name = place(function, group)
+    found = transport_of_all(function, group, input_tensor_list)
     for argument, items in (("input_tensor_list", input_tensor_list), ("output_shape_list", shapes)):
-        if len(items) != size:
-            raise ValueError(f"For {function}, '{argument}' must have one entry per rank: {size}, got {len(items)}")
+        if len(items) != found.size:
+            raise ValueError(
+                f"For {function}, '{argument}' must have one entry per rank: {found.size}, got {len(items)}"
+            )
     dtype = input_tensor_list[0].dtype
     for tensor in input_tensor_list:
         if tensor.dtype != dtype:
             raise TypeError(f"all_to_all input dtype must be the same, but got {dtype} and {tensor.dtype}.")
-    if direct:
-        return run.all_to_all_lists(found, input_tensor_list, shapes, async_op)
+    if not isinstance(found, Operators):  # nothing is put together, nothing is cut
+        inputs = [plain(tensor) for tensor in input_tensor_list]
+        outputs = tuple([_new(found, inputs[0], shape) for shape in shapes])
+        handle = found.all_to_all(outputs, inputs, None, None, None, async_op)
+        return outputs, None if handle is None else handle.of(outputs)
     joined = torch.cat([tensor.reshape(-1) for tensor in input_tensor_list])
-    counts = [math.prod(shape) for shape in shapes]
+    received = [math.prod(shape) for shape in shapes]
     sent = [tensor.numel() for tensor in input_tensor_list]
-    received, handle = _by_operator(joined, counts, sent, rank, name, async_op)
-    outputs = tuple(part.reshape(shape) for part, shape in zip(torch.split(received, counts), shapes, strict=True))
-    return outputs, None if handle is None else handle.of(outputs)
+    made = found.all_to_all(sum(received), joined, received, sent, None, async_op)
+    whole = made.outputs if async_op else made
+    outputs = tuple(part.reshape(shape) for part, shape in zip(torch.split(whole, received), shapes, strict=True))
+    return outputs, made.of(outputs) if async_op else None
 
 
 def all_to_all_single_with_output_shape(
@@ -83,28 +84,15 @@ def all_to_all_single_with_output_shape(
     if not isinstance(tensor, Tensor):
         raise TypeError(f"Expected tensor, but got {type(tensor)}")
     shape = _shape(output_shape)
-    direct = is_direct(tensor)
-    if direct:
-        found = transport(function, group, tensor)
-        rank, size, name = found.rank, found.size, ""
-    else:
-        rank, size, name = place(function, group)
-    rows = as_rows(tensor)
-    output_splits = exchange_splits(function, "output", output_split_sizes, shape[0] if shape else 1, size)
-    input_splits = exchange_splits(function, "input", input_split_sizes, rows.shape[0], size)
-    tail, other = tuple(rows.shape[1:]), tuple(shape[1:])
-    if tail != other:  # rows of different shapes: count elements
-        rows = rows.reshape(-1)
-        output_splits = [n * math.prod(other) for n in output_splits]
-        input_splits = [n * math.prod(tail) for n in input_splits]
-    if direct:
-        received, handle = run.all_to_all(found, rows, output_splits, input_splits, async_op)
-    else:
-        received, handle = _by_operator(rows, output_splits, input_splits, rank, name, async_op)
-    if tail != other or not shape:
-        received = received.reshape(shape)
-        handle = None if handle is None else handle.of(received)
-    return received, handle
+    found = transport(function, group, tensor)
+    output_counts = exchange_counts(function, "output", output_split_sizes, shape, found.size)
+    input_counts = exchange_counts(function, "input", input_split_sizes, tensor.shape, found.size)
+    as_asked = len(shape) > 0 and shape[1:] == tensor.shape[1:]  # else only the elements count
+    rows, source = (shape[0], tensor) if as_asked else (math.prod(shape), tensor.reshape(-1))
+    made = found.all_to_all(rows, source, output_counts, input_counts, None, async_op)
+    if not as_asked:
+        made = made.of(made.outputs.reshape(shape)) if async_op else made.reshape(shape)
+    return (made.outputs, made) if async_op else (made, None)
 
 
 def all_to_all_v_c(
@@ -124,7 +112,7 @@ def all_to_all_v_c(
         raise TypeError(f"send_count_matrix must be list, but got {type(send_count_matrix)}")
     if not all(isinstance(n, int) for n in send_count_matrix):
         raise TypeError("send_count_matrix elements must be of type int")
-    found = transport("all_to_all_v_c", group, input)
+    found = transport_of_group("all_to_all_v_c", group, input)
     rank, size = found.rank, found.size
     if size * size != len(send_count_matrix):
         raise TypeError(
@@ -143,15 +131,13 @@ def all_to_all_v_c(
                 f"For all_to_all_v_c, this rank's counts must add up to the {rows} rows of '{argument}', got {counts}"
             )
     output_counts, input_counts = [n * row for n in received], [n * row for n in sent]
-    handle: Handle | None = found.all_to_all(output, run.plain(input), output_counts, input_counts, None, async_op)
+    handle: Handle | None = found.all_to_all(output, plain(input), output_counts, input_counts, None, async_op)
     return handle
 
 
-def _by_operator(
-    tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], rank: int, name: str, async_op: bool
-) -> tuple[Tensor, Handle | None]:
-    operator = operators.all_to_all
-    return operators.start(async_op, "all_to_all", operator, tensor, output_splits, input_splits, rank, name)
+def _new(found: Transport, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    made = found.new_rows(like if like.dim() == 1 else like.view(-1), math.prod(shape))
+    return like.new_empty(shape) if made is None else made if len(shape) == 1 else made.view(shape)
 
 
 def _shape(shape: Any) -> tuple[int, ...]:

@@ -11,43 +11,47 @@ from torch import Tensor
 from ..base.handle import Handle
 from ..calls.groups import group_rank, transport
 from ..group.names import GroupLike
-from . import run
-from .arguments import no_tensor
+from ..transport.protocol import Transport
+from .arguments import expect_tensor, plain
 
 
 def send(tensor: Tensor, dst: int = 0, group: GroupLike = None, tag: int = 0) -> None:
     """Sends a tensor to the rank ``dst`` (a global rank), which receives it with the same tag."""
-    if not isinstance(tensor, Tensor):
-        no_tensor("send", tensor)
-    to = group_rank("send", "dst", dst, group)
-    transport("send", group, tensor).send(run.plain(tensor), to, tag, None, False)
+    found, to = _partner("send", tensor, "dst", dst, group)
+    found.send(plain(tensor), to, tag, None, False)
 
 
 def isend(tensor: Tensor, dst: int = 0, group: GroupLike = None, tag: int = 0) -> Handle:
     """Begins to send a tensor; it must stay as it is until the handle is complete."""
-    if not isinstance(tensor, Tensor):
-        no_tensor("isend", tensor)
-    to = group_rank("isend", "dst", dst, group)
-    handle: Handle = transport("isend", group, tensor).send(run.plain(tensor), to, tag, None, True)
+    found, to = _partner("isend", tensor, "dst", dst, group)
+    handle: Handle = found.send(plain(tensor), to, tag, None, True)
     return handle
 
 
 def recv(tensor: Tensor, src: int = 0, group: GroupLike = None, tag: int = 0) -> Tensor:
     """Receives a tensor from the rank ``src`` (a global rank); ``tensor`` says shape and dtype, and stays as it is."""
-    if not isinstance(tensor, Tensor):
-        no_tensor("recv", tensor)
-    source = group_rank("recv", "src", src, group)
-    return run.recv(transport("recv", group, tensor), tensor, source, tag, False)[0]
+    found, source = _partner("recv", tensor, "src", src, group)
+    out = _new_like(found, tensor)
+    found.recv(out, source, tag, None, False)
+    return out
 
 
 def irecv(tensor: Tensor, src: int = 0, group: GroupLike = None, tag: int = 0) -> tuple[Tensor, Handle]:
     """Begins to receive a tensor; what is returned holds it when the handle is complete."""
-    if not isinstance(tensor, Tensor):
-        no_tensor("irecv", tensor)
-    source = group_rank("irecv", "src", src, group)
-    out, handle = run.recv(transport("irecv", group, tensor), tensor, source, tag, True)
-    assert handle is not None
-    return out, handle
+    found, source = _partner("irecv", tensor, "src", src, group)
+    out = _new_like(found, tensor)
+    return out, found.recv(out, source, tag, None, True)
+
+
+def _partner(function: str, tensor: Tensor, argument: str, rank: int, group: GroupLike) -> tuple[Transport, int]:
+    """The group's transport, and the partner's rank in the group."""
+    expect_tensor(function, tensor)
+    return transport(function, group, tensor), group_rank(function, argument, rank, group)
+
+
+def _new_like(found: Transport, tensor: Tensor) -> Tensor:
+    made = found.new_like(tensor)
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format) if made is None else made
 
 
 class P2POp:

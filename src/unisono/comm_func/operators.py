@@ -1,15 +1,11 @@
 """The functional collectives as torch operators ``unisono::…``: for autograd, torch.compile and fake tensors.
 
 Eager calls without gradients do not come here. An operator names its group by a word that is looked up when it runs.
-Everything that a shape or a gradient depends on is an argument (rank, size, splits, root): compiled graphs are cached
-and shared between processes, so what is not in the arguments must not be in the graph.
+Everything that a shape or a gradient depends on is an argument (rows of the result, counts, root, rank, size): compiled
+graphs are cached and shared between processes, so what is not in the arguments must not be in the graph.
 
-Gradients are those of the whole program: of the sum of all ranks' losses. Each backward is made of these operators, so
-it can be differentiated again. All ranks must take part in a backward as in the forward.
-
-    all_reduce sum    ->  all_reduce sum          broadcast  <->  reduce sum
-    all_gather       <->  reduce_scatter sum      scatter    <->  gather
-    all_to_all        ->  all_to_all, splits exchanged
+Gradients (``gradients.py``) are those of the whole program: of the sum of all ranks' losses. Each backward is made of
+these operators, so it can be differentiated again. All ranks must take part in a backward as in the forward.
 """
 
 from __future__ import annotations
@@ -25,8 +21,8 @@ from torch.library import custom_op
 
 from ..base.handle import Finished, Handle
 from ..transport.find import find
-from ..transport.protocol import Transport
-from . import inductor, run
+from ..transport.protocol import Counts, Factor, Seconds, Transport
+from . import inductor
 
 
 class _AsyncRequest(threading.local):
@@ -37,21 +33,6 @@ class _AsyncRequest(threading.local):
 
 
 _asked = _AsyncRequest()
-
-
-def start(async_op: bool, name: str, operator: Callable[..., Tensor], *arguments: Any) -> tuple[Tensor, Handle | None]:
-    """Runs an operator. In a compiled graph it runs to its end there; the handle of such a call is complete."""
-    if not async_op:
-        return operator(*arguments), None
-    if torch.compiler.is_compiling():
-        out = operator(*arguments)
-        return out, Handle(Finished(), name, out)
-    _asked.async_op, _asked.handle = True, None
-    try:
-        out = operator(*arguments)
-        return out, _asked.handle or Handle(Finished(), name, out)  # a fake tensor's call has none
-    finally:
-        _asked.async_op, _asked.handle = False, None
 
 
 def _transport(key: str, rank: int, size: int, tensor: Tensor) -> Transport:
@@ -67,14 +48,21 @@ def _transport(key: str, rank: int, size: int, tensor: Tensor) -> Transport:
     return found
 
 
-def _factor(op: str, factor: float | None) -> float | None:
+def _factor(op: str, factor: Factor) -> Factor:
     """The factor as a transport takes it: with a premul_sum only."""
     return factor if op == "premul_sum" else None
 
 
-def _kept(result: run.Result) -> Tensor:
-    out, _asked.handle = result
-    return out
+def _new(made: Any) -> Tensor:
+    """The new tensor of a verb; its handle, if it has one, is for :meth:`Operators._start`."""
+    if isinstance(made, Handle):
+        _asked.handle, made = made, made.outputs
+    return made  # type: ignore[no-any-return]
+
+
+def or_nothing(made: Tensor | None, tensor: Tensor) -> Tensor:
+    """The result or, for ranks that receive none, MindSpore's tensor of shape [1], always 0."""
+    return tensor.new_zeros(1) if made is None else made
 
 
 # -- the operators
@@ -84,58 +72,62 @@ def _kept(result: run.Result) -> Tensor:
 def all_reduce(tensor: Tensor, op: str, factor: float | None, rank: int, size: int, group: str) -> Tensor:
     """Every rank: the ranks' tensors combined."""
     where = _transport(group, rank, size, tensor)
-    return _kept(run.all_reduce(where, tensor, op, _factor(op, factor), _asked.async_op))
-
-
-@custom_op("unisono::all_gather", mutates_args=())
-def all_gather(tensor: Tensor, splits: Sequence[int], rank: int, group: str) -> Tensor:
-    """Every rank: the ranks' rows behind one another; splits[r] of rank r."""
-    return _kept(run.all_gather(_transport(group, rank, len(splits), tensor), tensor, splits, _asked.async_op))
-
-
-@custom_op("unisono::reduce_scatter", mutates_args=())
-def reduce_scatter(
-    tensor: Tensor, splits: Sequence[int], op: str, factor: float | None, rank: int, group: str
-) -> Tensor:
-    """Rank r: its splits[r] rows of the ranks' tensors combined."""
-    where = _transport(group, rank, len(splits), tensor)
-    return _kept(run.reduce_scatter(where, tensor, splits, op, _factor(op, factor), _asked.async_op))
+    return _new(where.all_reduce(tensor, -1, op, _factor(op, factor), None, _asked.async_op))
 
 
 @custom_op("unisono::reduce", mutates_args=())
 def reduce(tensor: Tensor, root: int, op: str, factor: float | None, rank: int, size: int, group: str) -> Tensor:
     """Root: the ranks' tensors combined; others: a 0."""
-    return run.reduce(_transport(group, rank, size, tensor), tensor, root, op, _factor(op, factor))
+    where = _transport(group, rank, size, tensor)
+    return or_nothing(where.reduce(tensor, root, -1, op, _factor(op, factor), None, False), tensor)
 
 
 @custom_op("unisono::broadcast", mutates_args=())
 def broadcast(tensor: Tensor, root: int, rank: int, size: int, group: str) -> Tensor:
     """Every rank: the root's tensor."""
-    return run.broadcast(_transport(group, rank, size, tensor), tensor, root)
+    return _new(_transport(group, rank, size, tensor).broadcast(tensor, root, -1, None, False))
+
+
+@custom_op("unisono::all_gather", mutates_args=())
+def all_gather(tensor: Tensor, rows: int, counts: Sequence[int] | None, rank: int, size: int, group: str) -> Tensor:
+    """Every rank: the ranks' rows behind one another; counts[r] elements of rank r."""
+    return _new(_transport(group, rank, size, tensor).all_gather(rows, tensor, counts, None, _asked.async_op))
+
+
+@custom_op("unisono::reduce_scatter", mutates_args=())
+def reduce_scatter(
+    tensor: Tensor, rows: int, counts: Sequence[int] | None, op: str, factor: float | None, rank: int, size: int,
+    group: str,
+) -> Tensor:  # fmt: skip
+    """Rank r: its counts[r] elements of the ranks' tensors combined."""
+    where = _transport(group, rank, size, tensor)
+    return _new(where.reduce_scatter(rows, tensor, counts, op, _factor(op, factor), None, _asked.async_op))
 
 
 @custom_op("unisono::scatter", mutates_args=())
-def scatter(tensor: Tensor, root: int, rank: int, size: int, group: str) -> Tensor:
+def scatter(tensor: Tensor, rows: int, root: int, rank: int, size: int, group: str) -> Tensor:
     """Rank r: the r-th of equal shares of the root's rows."""
-    return run.scatter(_transport(group, rank, size, tensor), tensor, root)
+    return _new(_transport(group, rank, size, tensor).scatter(rows, tensor, root, None, None, False))
 
 
 @custom_op("unisono::gather", mutates_args=())
-def gather(tensor: Tensor, root: int, rank: int, size: int, group: str) -> Tensor:
+def gather(tensor: Tensor, rows: int, root: int, rank: int, size: int, group: str) -> Tensor:
     """Root: the ranks' rows behind one another; others: a 0."""
-    return run.gather(_transport(group, rank, size, tensor), tensor, root)
+    where = _transport(group, rank, size, tensor)
+    return or_nothing(where.gather(rows, tensor, root, None, None, False), tensor)
 
 
 @custom_op("unisono::all_to_all", mutates_args=())
 def all_to_all(
-    tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], rank: int, group: str
-) -> Tensor:
-    """Rank r: the rows that the others have for it, in their order."""
-    where = _transport(group, rank, len(input_splits), tensor)
-    return _kept(run.all_to_all(where, tensor, output_splits, input_splits, _asked.async_op))
+    tensor: Tensor, rows: int, output_counts: Sequence[int] | None, input_counts: Sequence[int] | None, rank: int,
+    size: int, group: str,
+) -> Tensor:  # fmt: skip
+    """Rank r: what the others have for it, in their order."""
+    where = _transport(group, rank, size, tensor)
+    return _new(where.all_to_all(rows, tensor, output_counts, input_counts, None, _asked.async_op))
 
 
-_OPERATORS = (all_reduce, all_gather, reduce_scatter, reduce, broadcast, scatter, gather, all_to_all)
+_OPERATORS = (all_reduce, reduce, broadcast, all_gather, reduce_scatter, scatter, gather, all_to_all)
 
 # Ranks must make the same calls in the same order. To a compiler these operators look like arithmetic, which it may
 # move, or leave out where a result is empty or unused; the effect tells it not to.
@@ -151,45 +143,83 @@ def _like(tensor: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def _rows(tensor: Tensor, rows: int) -> Tensor:
+def _rows(tensor: Tensor, rows: int, *_: Any) -> Tensor:
     inductor.teach(_OPERATORS)
     return tensor.new_empty((rows, *tensor.shape[1:]))
 
 
-def _nothing(tensor: Tensor) -> Tensor:
-    inductor.teach(_OPERATORS)
-    return tensor.new_empty(1)
-
-
-all_reduce.register_fake(_like)
-broadcast.register_fake(_like)
-
-
-@all_gather.register_fake
-def _(tensor: Tensor, splits: Sequence[int], rank: int, group: str) -> Tensor:
-    return _rows(tensor, sum(splits))
-
-
-@reduce_scatter.register_fake
-def _(tensor: Tensor, splits: Sequence[int], op: str, factor: float | None, rank: int, group: str) -> Tensor:
-    return _rows(tensor, splits[rank])
+for _operator in (all_reduce, broadcast):
+    _operator.register_fake(_like)
+for _operator in (all_gather, reduce_scatter, scatter, all_to_all):
+    _operator.register_fake(_rows)
 
 
 @reduce.register_fake
 def _(tensor: Tensor, root: int, op: str, factor: float | None, rank: int, size: int, group: str) -> Tensor:
-    return _like(tensor) if rank == root else _nothing(tensor)
-
-
-@scatter.register_fake
-def _(tensor: Tensor, root: int, rank: int, size: int, group: str) -> Tensor:
-    return _rows(tensor, tensor.shape[0] // size)
+    return _like(tensor) if rank == root else _rows(tensor.new_empty(0), 1)
 
 
 @gather.register_fake
-def _(tensor: Tensor, root: int, rank: int, size: int, group: str) -> Tensor:
-    return _rows(tensor, tensor.shape[0] * size) if rank == root else _nothing(tensor)
+def _(tensor: Tensor, rows: int, root: int, rank: int, size: int, group: str) -> Tensor:
+    return _rows(tensor, rows) if rank == root else _rows(tensor.new_empty(0), 1)
 
 
-@all_to_all.register_fake
-def _(tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], rank: int, group: str) -> Tensor:
-    return _rows(tensor, sum(output_splits))
+# -- the operators as the verbs of a transport
+
+
+class Operators:
+    """A group as code sees it that is differentiated, traced or faked; outputs are numbers, as Transport says."""
+
+    def __init__(self, rank: int, size: int, group: str) -> None:
+        self.rank = rank
+        self.size = size
+        self.group = group
+
+    def all_reduce(self, tensor: Tensor, out: int, op: str, factor: Factor, timeout_s: Seconds, async_op: bool) -> Any:
+        return self._start(async_op, "all_reduce", all_reduce, tensor, op, factor)
+
+    def reduce(
+        self, tensor: Tensor, root: int, out: int, op: str, factor: Factor, timeout_s: Seconds, async_op: bool
+    ) -> Any:
+        return self._start(async_op, "reduce", reduce, tensor, root, op, factor)
+
+    def broadcast(self, tensor: Tensor, root: int, out: int, timeout_s: Seconds, async_op: bool) -> Any:
+        return self._start(async_op, "broadcast", broadcast, tensor, root)
+
+    def all_gather(self, rows: int, tensor: Tensor, counts: Counts, timeout_s: Seconds, async_op: bool) -> Any:
+        return self._start(async_op, "all_gather", all_gather, _as_rows(tensor), rows, counts)
+
+    def reduce_scatter(
+        self, rows: int, tensor: Tensor, counts: Counts, op: str, factor: Factor, timeout_s: Seconds, async_op: bool
+    ) -> Any:
+        return self._start(async_op, "reduce_scatter", reduce_scatter, _as_rows(tensor), rows, counts, op, factor)
+
+    def scatter(self, rows: int, tensor: Tensor, root: int, counts: Counts, timeout_s: Seconds, async_op: bool) -> Any:
+        return self._start(async_op, "scatter", scatter, _as_rows(tensor), rows, root)
+
+    def gather(self, rows: int, tensor: Tensor, root: int, counts: Counts, timeout_s: Seconds, async_op: bool) -> Any:
+        return self._start(async_op, "gather", gather, _as_rows(tensor), rows, root)
+
+    def all_to_all(
+        self, rows: int, tensor: Tensor, output_counts: Counts, input_counts: Counts, timeout_s: Seconds, async_op: bool
+    ) -> Any:
+        return self._start(async_op, "all_to_all", all_to_all, _as_rows(tensor), rows, output_counts, input_counts)
+
+    def _start(self, async_op: bool, name: str, operator: Callable[..., Tensor], *arguments: Any) -> Any:
+        """Runs an operator. In a compiled graph it runs to its end there; the handle of such a call is complete."""
+        arguments = (*arguments, self.rank, self.size, self.group)
+        if not async_op:
+            return operator(*arguments)
+        if torch.compiler.is_compiling():
+            return Handle(Finished(), name, operator(*arguments))
+        _asked.async_op, _asked.handle = True, None
+        try:
+            out = operator(*arguments)
+            # The result of a differentiable call is another object than the operator's; a fake tensor's has no handle.
+            return _asked.handle.of(out) if _asked.handle else Handle(Finished(), name, out)
+        finally:
+            _asked.async_op, _asked.handle = False, None
+
+
+def _as_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() else tensor.reshape(1)
