@@ -21,8 +21,9 @@ bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
   return a_bytes && b_bytes && x < y + b_bytes && y < x + a_bytes;
 }
 
-// An item of a sequence, held: checking one may run Python code that changes the sequence.
-nb::object item_of(nb::handle sequence, int i) {
+}  // namespace
+
+nb::object item_of(nb::handle sequence, Py_ssize_t i) {
   PyObject* item;
   if (PyList_Check(sequence.ptr()))
     Py_XINCREF(item = PyList_GetItem(sequence.ptr(), i));
@@ -31,8 +32,6 @@ nb::object item_of(nb::handle sequence, int i) {
   if (!item) nb::raise_python_error();
   return nb::steal(item);
 }
-
-}  // namespace
 
 int64_t whole_number(nb::handle object, const char* argument) {
   nb::object index = nb::steal(PyNumber_Index(object.ptr()));

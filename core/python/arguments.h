@@ -61,6 +61,8 @@ class Arguments {
   int rank_, size_;
 };
 
+// An item of a sequence, held: checking one may run Python code that changes the sequence.
+nanobind::object item_of(nanobind::handle sequence, Py_ssize_t i);
 int64_t whole_number(nanobind::handle object, const char* argument);
 int64_t not_negative(nanobind::handle object, const char* argument);
 // Fills dtype, op and factor of a reducing call on `tensor`.

@@ -7,6 +7,7 @@
 #include "python/communicator.h"
 #include "python/listener.h"
 #include "python/products.h"
+#include "python/splits.h"
 
 using namespace nb::literals;
 
@@ -96,6 +97,10 @@ void add_functions(nb::module_& m) {
         return nb::make_tuple(static_cast<int>(reduction.op), reduction.factor);
       },
       "op"_any, "factor"_any = nb::none());
+  m.def("cut_rows", &cut_rows, "splits"_any, "rows"_a, "row"_a, "size"_a);
+  m.def("is_part", &is_part, "whole"_any, "part"_any, "counts"_any, "rank"_a, "size"_a);
+  m.def("cut_matrix", &cut_matrix, "matrix"_any, "row"_a, "rank"_a, "size"_a);
+  m.def("is_exchange", &is_exchange, "output"_any, "input"_any, "received"_any, "sent"_any, "rank"_a, "size"_a);
   m.def("empty", &unisono::empty);
   m.def("empty_like", &unisono::empty_like);
   m.def("in_region", [](uintptr_t p) { return in_region(reinterpret_cast<const void*>(p)); });

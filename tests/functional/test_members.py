@@ -165,6 +165,7 @@ def _other_hosts(group, folder):
             found = [comm_func.get_local_rank(), comm_func.get_local_rank_size()]
             if group.rank:
                 found += [comm_func.get_local_rank("odd"), comm_func.get_local_rank_size("odd")]
+            group.barrier()  # gloo's ranks may still be connecting to one another
             comm_func.destroy_group("odd")
             return found
     finally:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import index
 from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from .. import _core
 from ..group.names import GroupLike, devices_of, resolve
 
 #: What a splits argument may be: a list, a tuple, torch.Size, a 1-D integer tensor, a numpy array of integers, or None.
@@ -31,19 +32,22 @@ def check_whole_and_part(
     group: GroupLike, rank: int, size: int, whole: Tensor, part: Tensor, splits: SplitsLike, whole_is_output: bool
 ) -> tuple[int, ...]:
     """The elements of each rank's chunk of ``whole``, if everything fits; ``whole_is_output``: for messages."""
-    if not (_is_plain_cpu(whole) and _is_plain_cpu(part)):
-        _check_memory(group, whole, part, whole_is_output)
+    shape = whole.shape
+    if shape and part.dim():  # the usual case
+        counts = _core.cut_rows(splits, shape[0], shape[1:].numel() if len(shape) > 1 else 1, size)
+        if counts is not None and _core.is_part(whole, part, counts, rank, size):
+            return counts
+    _check_memory(group, whole, part, whole_is_output)
     if whole.dtype is not part.dtype:
         raise RuntimeError(
             "output tensor must have the same type as input tensor\n"
             + _expected_got(*((part.dtype, whole.dtype) if whole_is_output else (whole.dtype, part.dtype)))
         )
-    shape = whole.shape
     part_elements = part.numel()
     if not shape or (part_elements == 1 and not part.dim()):
         name = "output" if whole_is_output is not bool(shape) else "input"
         raise ValueError(f"'{name}' must have at least one dimension\n{_expected_got('1 or more dimensions', 'none')}")
-    counts = cut(() if splits is None else splits_of(splits), shape[0], whole.numel(), size)
+    counts = cut(splits, shape[0], shape[1:].numel(), size)
     if part_elements != counts[rank]:
         name = "input" if whole_is_output else "output"
         raise ValueError(
@@ -106,14 +110,17 @@ def check(splits: Sequence[int], rows: int, size: int, words: Words = TORCH) -> 
         raise ValueError(f"{words.negative}\n{_expected_got('0 or more rows each', list(splits))}")
 
 
-@lru_cache(maxsize=4096)
-def cut(splits: tuple[int, ...], dim0: int, elements: int, size: int) -> tuple[int, ...]:
-    """The elements of each rank's chunk of a tensor with ``dim0`` rows, checked."""
-    check(splits, dim0, size)
-    if not splits:
-        return (elements // size,) * size
-    row = elements // dim0 if dim0 else 0
-    return tuple([n * row for n in splits])
+def cut(splits: SplitsLike, rows: int, row: int, size: int, words: Words = TORCH) -> tuple[int, ...]:
+    """The elements of each rank's part of ``rows`` rows of ``row`` elements, checked; -1 rows: as the splits say."""
+    if is_compiling():  # keep sizes that are symbols
+        given = () if splits is None else tuple(splits)
+    else:
+        counts = _core.cut_rows(splits, rows, row, size)
+        if counts is not None:
+            return counts
+        given = splits_of(splits)
+    check(given, sum(given) if rows < 0 else rows, size, words)
+    return tuple([n * row for n in given or [rows // size] * size])
 
 
 def matrix_rows(matrix: Any, size: int) -> list[tuple[int, ...]]:
@@ -146,8 +153,11 @@ def _is_number(entry: Any) -> bool:
 
 def check_exchange(
     group: GroupLike, rank: int, size: int, output: Tensor, input: Tensor, matrix: Any
-) -> tuple[list[int], tuple[int, ...]]:
+) -> tuple[Sequence[int], Sequence[int]]:
     """What this rank receives from each rank and sends to each, by a matrix of counts, if everything fits."""
+    counts = _core.cut_matrix(matrix, 1, rank, size)  # the usual case
+    if counts is not None and _core.is_exchange(output, input, *counts, rank, size):
+        return counts
     _check_memory(group, input, output, whole_is_output=False)
     if output.dtype is not input.dtype:
         raise RuntimeError(
@@ -164,14 +174,6 @@ def check_exchange(
     if _overlap(input.data_ptr(), input.nbytes, output.data_ptr(), output.nbytes):
         raise ValueError("'output' overlaps 'input'\n" + _expected_got("tensors apart from each other", "shared bytes"))
     return received, sent
-
-
-def _is_plain_cpu(tensor: Any) -> bool:
-    """A contiguous dense tensor of this host, as nearly all are: nothing else is to be looked at."""
-    try:
-        return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    except (AttributeError, RuntimeError):
-        return False
 
 
 def _is_sparse_or_lazy(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..base import ops
-from ..calls.splits import SplitsLike, Words, check, cut, splits_of
+from ..calls.splits import SplitsLike, Words, cut, splits_of
 
 #: The strings an ``op`` may be.
 OPS = ("sum", "prod", "min", "max", "avg")
@@ -65,35 +65,44 @@ def equal_rows(tensor: Tensor, size: int) -> int:
     return rows // size
 
 
-def split_sizes(sizes: SplitsLike) -> tuple[int, ...]:
-    """Splits as a tuple, empty for equal ones."""
-    if type(sizes) is str or type(sizes) in ops.TORCH_CLASSES:
-        raise TypeError(f"the split sizes come before 'op': expected a list of whole numbers, or None, got {sizes}")
-    if is_compiling():  # keep sizes that are symbols
-        return () if sizes is None else tuple(sizes)
-    return splits_of(sizes)
+def uneven_rows(sizes: SplitsLike, tensor: Tensor, rank: int, size: int, gathers: bool) -> tuple[int, Sequence[int]]:
+    """Rows of the result, and the elements of each rank's part, checked; ``gathers``: the tensor is a part itself."""
+    if type(sizes) is not list:
+        sizes = _read(sizes)
+    shape = tensor.shape
+    rows = shape[0] if shape else 1
+    total = rows if not gathers else -1 if sizes else rows * size
+    counts = cut(sizes, total, 1 if len(shape) <= 1 else shape[1:].numel(), size)
+    if total < 0:
+        total = sum(sizes)
+    mine = sizes[rank] if sizes else total // size
+    if gathers and mine != rows:
+        raise ValueError(
+            f"'tensor' must have as many rows as this rank's split\n  expected {mine} rows on rank {rank}, got {rows}"
+        )
+    return total if gathers else mine, counts
 
 
-def counts_of(splits: tuple[int, ...], rows: int, tensor: Tensor, size: int) -> Sequence[int]:
-    """The elements of each rank's share of ``rows`` rows like those of a tensor, checked."""
-    elements = rows if tensor.dim() <= 1 else rows * tensor.shape[1:].numel()
-    return _cut(splits, rows, elements, size)
-
-
-def exchange_counts(function: str, side: str, sizes: Any, shape: Sequence[int], size: int) -> Sequence[int]:
-    """Elements for or from each rank of an all-to-all of a tensor of this shape, equal if no splits are given."""
-    splits, rows = split_sizes(sizes), shape[0] if shape else 1
+def exchange_counts(function: str, side: str, sizes: Any, shape: Sequence[int], size: int) -> Sequence[int] | None:
+    """Elements for or from each rank of an all-to-all of a tensor of this shape; None for equal parts."""
+    rows = shape[0] if shape else 1
+    if (sizes is None or (type(sizes) is list and not sizes)) and rows % size == 0:
+        return None
+    row = math.prod(shape[1:])
     try:
-        return _cut(splits, rows, math.prod(shape), size)
+        return cut(sizes, rows, row, size)
     except (RuntimeError, ValueError):
         uneven = f"{side} shape at dim 0 must be divided by world_size, but got {rows} and {size}."
         wrong = f"For {function}, '{side}_split_sizes' must be {size} numbers that add up to the {rows} rows"
-        check(splits, rows, size, Words(uneven, length=wrong, total=wrong, kind=ValueError))
-        raise
+        return cut(sizes, rows, row, size, Words(uneven, length=wrong, total=wrong, kind=ValueError))
 
 
-def _cut(*arguments: Any) -> Sequence[int]:
-    return cut.__wrapped__(*arguments) if is_compiling() else cut(*arguments)  # a cache takes no symbols
+def _read(sizes: SplitsLike) -> Sequence[int]:
+    if sizes is None:
+        return ()
+    if type(sizes) is str or type(sizes) in ops.TORCH_CLASSES:
+        raise TypeError(f"the split sizes come before 'op': expected a list of whole numbers, or None, got {sizes}")
+    return tuple(sizes) if is_compiling() else splits_of(sizes)  # sizes may be symbols there
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from ..calls.groups import group_rank, outside
 from ..calls.splits import SplitsLike
 from ..group.names import GroupLike
 from ..transport.find import find_for_barrier
-from .arguments import counts_of, equal_rows, reduction, row_count, split_sizes
+from .arguments import equal_rows, reduction, row_count, uneven_rows
 from .dispatch import transport
 from .operators import or_nothing
 
@@ -61,15 +61,8 @@ def all_gather_into_tensor_uneven(
     None, or an empty list: all ranks have as many as this one. Differentiable.
     """
     found = transport("all_gather_into_tensor_uneven", group, tensor)
-    splits, rows = split_sizes(output_split_sizes), row_count(tensor)
-    total = sum(splits) if splits else found.size * rows
-    counts = counts_of(splits, total, tensor, found.size)
-    if splits and splits[found.rank] != rows:
-        raise ValueError(
-            "'tensor' must have as many rows as this rank's split\n"
-            f"  expected {splits[found.rank]} rows on rank {found.rank}, got {rows}"
-        )
-    made = found.all_gather(total, tensor, counts, None, async_op)
+    rows, counts = uneven_rows(output_split_sizes, tensor, found.rank, found.size, gathers=True)
+    made = found.all_gather(rows, tensor, counts, None, async_op)
     return (made.outputs, made) if async_op else (made, None)
 
 
@@ -105,10 +98,8 @@ def reduce_scatter_tensor_uneven(
     """
     op, factor = reduction("reduce_scatter_tensor_uneven", op)
     found = transport("reduce_scatter_tensor_uneven", group, tensor)
-    splits, rows = split_sizes(input_split_sizes), row_count(tensor)
-    counts = counts_of(splits, rows, tensor, found.size)
-    mine = splits[found.rank] if splits else rows // found.size
-    made = found.reduce_scatter(mine, tensor, counts, op, factor, None, async_op)
+    rows, counts = uneven_rows(input_split_sizes, tensor, found.rank, found.size, gathers=False)
+    made = found.reduce_scatter(rows, tensor, counts, op, factor, None, async_op)
     return (made.outputs, made) if async_op else (made, None)
 
 

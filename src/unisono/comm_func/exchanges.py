@@ -13,7 +13,7 @@ from ..base.handle import Handle
 from ..calls.groups import transport as transport_of_group
 from ..group.names import GroupLike
 from ..transport.protocol import Transport
-from .arguments import exchange_counts, plain
+from .arguments import exchange_counts, plain, row_count
 from .dispatch import transport, transport_of_all
 from .operators import Operators
 
@@ -119,19 +119,20 @@ def all_to_all_v_c(
             f"send_count_matrix must be square matrix, but got {len(send_count_matrix)}.\n"
             f"  Expected {size * size} entries, a row of {size} per rank"
         )
-    row, other = math.prod(input.shape[1:]), math.prod(output.shape[1:])
+    row, other = input.shape[1:].numel(), output.shape[1:].numel()
     if row != other:
         raise ValueError(f"The input and output dimensions except 0 must be of equal size, but got {row} and {other}.")
     sent = send_count_matrix[rank * size : (rank + 1) * size]
     received = send_count_matrix[rank::size]
     for argument, tensor, counts in (("input", input, sent), ("output", output, received)):
-        rows = tensor.shape[0] if tensor.dim() else 1
+        rows = row_count(tensor)
         if min(counts) < 0 or sum(counts) != rows:
             raise ValueError(
                 f"For all_to_all_v_c, this rank's counts must add up to the {rows} rows of '{argument}', got {counts}"
             )
-    output_counts, input_counts = [n * row for n in received], [n * row for n in sent]
-    handle: Handle | None = found.all_to_all(output, plain(input), output_counts, input_counts, None, async_op)
+    if row != 1:
+        received, sent = [n * row for n in received], [n * row for n in sent]
+    handle: Handle | None = found.all_to_all(output, plain(input), received, sent, None, async_op)
     return handle
 
 

@@ -47,6 +47,6 @@ def reduction(opts: Any) -> tuple[Any, Any]:
 
 def counts(tensor: Tensor, splits: Sequence[int], size: int) -> Sequence[int] | None:
     """Elements per rank from rows of dim 0 per rank; None if they are equal."""
-    rows = tensor.size(0) if tensor.dim() else 0
-    counts = cut(tuple(splits), rows, tensor.numel(), size)
+    shape = tensor.shape
+    counts = cut(splits, shape[0] if shape else 0, shape[1:].numel(), size)
     return counts if splits else None

@@ -28,9 +28,9 @@ _known: weakref.WeakKeyDictionary[ProcessGroup, dict[str, BackendTransport]] = w
 
 def find(group: GroupLike, tensor: Tensor) -> Transport | None:
     """The transport for this tensor on this group; None if this process is not in the group."""
-    # The usual case first: a group of ours, without a look at names and backends.
+    # The usual case first: a group of ours, which has no other backend beside it.
     ours = getattr(distributed_c10d._world.default_pg if group is None else group, "unisono_group", None)
-    if ours is not None and tensor.is_cpu:
+    if ours is not None:
         return ours.transport  # type: ignore[no-any-return]
     found = resolve(group)
     return None if found is None else transport_of(found, tensor.device)
