@@ -59,6 +59,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // progress.cc
   void start_progress();
   void ensure_progress_thread();  // under queue_mutex_
+  bool has_spare_threads();       // under queue_mutex_
   bool lacks_progress_thread();   // there is none, and none can be made
   bool become_progress_thread();  // waits a while for an opening; false: there is none, the thread ends
   void progress();                // what a thread does
@@ -95,10 +96,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // The length of in_flight_, read without the mutex; relaxed, since it only says whether there was progress.
   std::atomic<size_t> in_flight_count_{0};
   std::vector<std::thread> threads_;
-  std::vector<std::thread::id> ended_;       // those of threads_ that have done all their work, to be joined
-  bool has_progress_thread_ = false;         // or one is on its way
-  size_t openings_ = 0, spare_threads_ = 0;  // the role offered to spare threads, and threads that wait for it
-  std::condition_variable needed_;           // openings_ or closed_ changed
+  std::vector<std::thread::id> ended_;           // those of threads_ that have done all their work, to be joined
+  bool has_progress_thread_ = false;             // or one is on its way
+  size_t openings_ = 0;                          // 1 while the role is offered to spare threads
+  std::deque<std::function<void()>> callbacks_;  // left to spare threads
+  size_t spare_threads_ = 0;                     // threads that wait for one of both
+  std::condition_variable needed_;               // openings_, callbacks_ or closed_ changed
   bool closed_ = false;
 };
 

@@ -2,9 +2,10 @@
 //
 // Steps of its work: wait until there is a call or a message nobody may be waiting for; run the head of the queue, if
 // nobody else does; move messages on for some milliseconds, and see to their deadlines and peers. Invariant: at most
-// one thread has the role. It gives the role up while it is in a callback, which may wait for a later call, and takes
-// it back afterwards if no other thread has it; otherwise it stays a while as a spare thread. All of that is guarded by
-// queue_mutex_.
+// one thread has the role. A callback may wait for a later call. So while calls stand in line, callbacks are left to
+// spare threads, and the calls, for which peers may be waiting, go on here. With nothing in line the thread gives the
+// role up, calls back itself, and takes the role again afterwards if no other thread has it; otherwise it stays a while
+// as a spare thread. All of that is guarded by queue_mutex_.
 #include <pthread.h>
 #include <signal.h>
 #include <time.h>
@@ -18,8 +19,10 @@ namespace unisono {
 namespace {
 
 constexpr int64_t kFlushFor = 1'000'000'000;  // how long a closing rank waits for receivers of its short sends
-constexpr std::chrono::milliseconds kAwaitThreads{500};     // and for its own threads
-constexpr std::chrono::milliseconds kSpareThreadLife{100};  // how long a thread stays without the role
+constexpr std::chrono::milliseconds kAwaitThreads{500};  // and for its own threads
+// How long a thread stays without the role. Beside busy neighbours a new thread waits for its first turn much longer
+// than one that wakes up.
+constexpr std::chrono::milliseconds kSpareThreadLife{2000};
 
 thread_local Engine* progressing = nullptr;  // the engine whose progress thread this is, if any
 
@@ -46,11 +49,16 @@ bool Engine::lacks_progress_thread() {
 // Without a thread (a limit of the system), whoever waits does the work.
 void Engine::ensure_progress_thread() {
   if (has_progress_thread_ || closed_) return;
-  if (openings_ < spare_threads_) {
-    has_progress_thread_ = true;
-    openings_++;
+  openings_++;
+  has_progress_thread_ = has_spare_threads();
+  if (!has_progress_thread_) openings_--;
+}
+
+// Enough threads for all openings and callbacks; starts one if there are not.
+bool Engine::has_spare_threads() {
+  if (openings_ + callbacks_.size() <= spare_threads_) {
     needed_.notify_one();
-    return;
+    return true;
   }
   std::erase_if(threads_, [&](std::thread& thread) {
     if (std::find(ended_.begin(), ended_.end(), thread.get_id()) == ended_.end()) return false;
@@ -61,13 +69,16 @@ void Engine::ensure_progress_thread() {
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);  // signals belong to Python's main thread
+  bool started = true;
   try {
     threads_.emplace_back([self = shared_from_this()] { self->progress(); });
     pthread_setname_np(threads_.back().native_handle(), "unisono");
-    has_progress_thread_ = true;
+    spare_threads_++;
   } catch (const std::system_error&) {
+    started = false;
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return started;
 }
 
 void Engine::announce(Ticket& ticket) {
@@ -79,11 +90,15 @@ void Engine::announce(Ticket& ticket) {
     return;
   }
   {
-    // The callback may wait for a later call, so somebody else must be able to run it.
     std::lock_guard lock(queue_mutex_);
+    if (!closed_ && (!queue_.empty() || !in_flight_.empty())) {
+      callbacks_.push_back(std::move(callback));
+      if (has_spare_threads()) return;
+      callback = std::move(callbacks_.back());
+      callbacks_.pop_back();
+    }
     progressing = nullptr;
     has_progress_thread_ = false;
-    if (!queue_.empty() || !in_flight_.empty()) ensure_progress_thread();
   }
   callback();
   std::lock_guard lock(queue_mutex_);
@@ -94,21 +109,36 @@ void Engine::announce(Ticket& ticket) {
 
 bool Engine::become_progress_thread() {
   std::unique_lock lock(queue_mutex_);
-  spare_threads_++;
-  needed_.wait_for(lock, kSpareThreadLife, [&] { return closed_ || openings_; });
-  spare_threads_--;
-  if (!openings_) return false;
-  openings_--;
-  progressing = this;
-  return true;
+  for (;;) {
+    needed_.wait_for(lock, kSpareThreadLife, [&] { return closed_ || openings_ || !callbacks_.empty(); });
+    spare_threads_--;
+    if (!callbacks_.empty()) {
+      auto callback = std::move(callbacks_.front());
+      callbacks_.pop_front();
+      lock.unlock();
+      callback();
+      callback = nullptr;  // without the lock: it may hold the last reference to something
+      lock.lock();
+      spare_threads_++;
+      continue;
+    }
+    if (!openings_) return false;
+    openings_--;
+    progressing = this;
+    return true;
+  }
 }
 
-void Engine::progress() {
-  progressing = this;  // a new thread begins as the progress thread
-  bool more = true;
+void Engine::progress() {  // a new thread begins as a spare one, and is counted as such already
+  bool more = become_progress_thread();
   while (more) {
     while (more && progressing == this) more = progress_once();
-    more = more && become_progress_thread();
+    if (!more) break;
+    {
+      std::lock_guard lock(queue_mutex_);
+      spare_threads_++;
+    }
+    more = become_progress_thread();
   }
   std::lock_guard lock(queue_mutex_);
   ended_.push_back(std::this_thread::get_id());
