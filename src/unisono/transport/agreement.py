@@ -22,14 +22,13 @@ NO_OP = -1
 
 _MISMATCH = 1  # its number in errors.py and core/base/status.h
 _DIGEST_BYTES = 8
-_HEAD = struct.Struct("<8sdH")
-_WORDS_BYTES = 256 - _HEAD.size
+_HEAD = struct.Struct("<8sd240s")  # digest, factor, words; the table comes behind it
 _KNOWN_COUNTS = 64  # lists up to this length are remembered; matrices of many ranks take much memory and change
 
 
 def request_bytes(size: int) -> int:
     """Bytes of a request in a group of so many ranks."""
-    return _HEAD.size + _WORDS_BYTES + 16 * size
+    return _HEAD.size + 16 * size
 
 
 class Request:
@@ -51,13 +50,9 @@ class Request:
         self.digest, facts = find(verb, dtype, op, tuple(counts))
         if table is not None:
             facts += _short(f"sends {list(table[0])} expects {list(table[1])}")
-        words = f"{facts}   {call_site()}".encode()[:_WORDS_BYTES]
+        words = f"{facts}   {call_site()}".encode()  # cut by struct, or filled up with zeros
         numbers = [*table[0], *table[1]] if table is not None else [0] * (2 * size)
-        self.bytes = (
-            _HEAD.pack(self.digest, factor, len(words))
-            + words.ljust(_WORDS_BYTES, b"\0")
-            + struct.pack(f"<{2 * size}q", *numbers)
-        )
+        self.bytes = _HEAD.pack(self.digest, factor, words) + struct.pack(f"<{2 * size}q", *numbers)
 
 
 def _facts(verb: str, dtype: torch.dtype, op: int, counts: tuple[int, ...]) -> tuple[bytes, str]:
@@ -107,9 +102,9 @@ def _misfits(shown: Sequence[bytes]) -> list[int]:
 
 
 def _table(bytes: bytes, size: int) -> tuple[Any, ...]:
-    return struct.unpack_from(f"<{2 * size}q", bytes, _HEAD.size + _WORDS_BYTES)
+    return struct.unpack_from(f"<{2 * size}q", bytes, _HEAD.size)
 
 
 def _words(bytes: bytes) -> str:
-    length = _HEAD.unpack_from(bytes)[2]
-    return bytes[_HEAD.size : _HEAD.size + min(length, _WORDS_BYTES)].decode(errors="replace")
+    words: str = _HEAD.unpack_from(bytes)[2].rstrip(b"\0").decode(errors="replace")
+    return words

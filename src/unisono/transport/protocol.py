@@ -6,7 +6,7 @@ and calls one verb of it. Transports are
     unisono._core.Communicator   the core, on groups of ours; the protocol is its Python interface
     GlooTransport                gloo: send and receive in place
     ListsTransport               nccl, hccl, xccl: list forms that take unequal tensors
-    RootedTransport              any other backend: one broadcast, or one reduce, per rank
+    BackendTransport             any other backend: one broadcast, or one reduce, per rank
 
 A new one is a file beside these and a line in ``find.py``; the tests in ``tests/transports`` take it by its name.
 
