@@ -46,6 +46,7 @@ class Request:
     ) -> None:
         """``table`` are the elements this rank sends to each rank, and those it expects from each."""
         self.verb = verb
+        self.is_exchange = table is not None
         find = _known_facts if len(counts) <= _KNOWN_COUNTS else _facts
         self.digest, facts = find(verb, dtype, op, tuple(counts))
         if table is not None:
@@ -76,7 +77,7 @@ def compare(pg: ProcessGroup, seq: int, request: Request, shown: Sequence[bytes]
     ``shown`` are by rank, each beginning with a request's bytes.
     """
     differing = [rank for rank, bytes in enumerate(shown) if bytes[:_DIGEST_BYTES] != request.digest]
-    if not differing:
+    if not differing and request.is_exchange:
         differing = _misfits(shown)
     if differing:
         text = "ranks were asked for different things"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import cache, wraps
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -45,18 +45,20 @@ def _verb(output: int, input: int, root: int | None = None) -> Callable[[Verb], 
 
     def complete(begin: Verb) -> Verb:
         @wraps(begin)
-        def verb(self: BackendTransport, *given: Any) -> Any:
-            args, made = list(given), None
+        def verb(self: BackendTransport, *args: Any) -> Any:
+            made = None
             rows = args[output]
             if isinstance(rows, int):
-                like = args[input] = _plain(args[input])
-                args[output] = None
+                tensors = list(args)
+                like = tensors[input] = _plain(args[input])
+                tensors[output] = None
                 if root is None or args[root] == self.rank:
                     if like.layout is not torch.strided and rows < 0:
-                        made = args[input] = like.clone()  # reduced in place
+                        made = tensors[input] = like.clone()  # reduced in place
                     else:
                         made = torch.empty_like(like) if rows < 0 else like.new_empty((rows, *like.shape[1:]))
-                        args[output] = made
+                        tensors[output] = made
+                args = tuple(tensors)
             pending = begin(self, *args)
             if pending is None:
                 return made
@@ -234,7 +236,7 @@ class BackendTransport:
     def _reduce_scatter(
         self, part: Tensor, whole: Tensor, counts: Sequence[int], op: int, factor: float, async_op: bool
     ) -> Pending | None:
-        check_reduction(part, op)
+        check_reduction(part.dtype, op)
         chunks = list(torch.split(whole, list(counts)))
         chunks[self.rank] = _copied(chunks[self.rank], part)
         torch_op, after = self._as_torch_op(part, op, factor)
@@ -295,7 +297,7 @@ class BackendTransport:
         A target of PREMUL_SUM is multiplied here, one of AVG divided after a SUM.
         """
         if op in (ops.PREMUL_SUM, ops.AVG):
-            check_reduction(target, op)
+            check_reduction(target.dtype, op)
         if op == ops.PREMUL_SUM:
             target.mul_(factor)
         elif op == ops.AVG:
@@ -372,9 +374,10 @@ def _check_exchange(output: Any, input: Any) -> None:
             raise make_argument_error("overlap", "output", other="input")
 
 
-def check_reduction(tensor: Tensor, op: int) -> None:
-    """Refuses an op that means nothing for the tensor's dtype, as the core does."""
-    empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+@cache
+def check_reduction(dtype: torch.dtype, op: int) -> None:
+    """Refuses an op that means nothing for a dtype, as the core does."""
+    empty = torch.empty(0, dtype=dtype, device="cpu")
     _core.combine(empty, [empty], op, [1.0])
 
 

@@ -136,7 +136,7 @@ class GlooTransport(BackendTransport):
     def _reduce_scatter(
         self, part: Tensor, whole: Tensor, counts: Sequence[int], op: int, factor: float, async_op: bool
     ) -> Pending | None:
-        check_reduction(part, op)
+        check_reduction(part.dtype, op)
         spans = _spans(counts)
         request = Request(self.size, "reduce_scatter", part.dtype, op, counts, factor)
         messages = _Messages(self, request, whole, spans, self.header_room, reply_first=async_op, in_pieces=True)
