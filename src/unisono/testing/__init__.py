@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
@@ -87,11 +88,9 @@ def run_ranks(
     `group_timeout_s`, three quarters of that unless told.
     """
     call = _pickle_call(fn, args)
-    ranks = Ranks(n, 0.75 * timeout_s if group_timeout_s is None else group_timeout_s, num_threads, env)
-    try:
+    group_timeout_s = 0.75 * timeout_s if group_timeout_s is None else group_timeout_s
+    with closing(Ranks(n, group_timeout_s, num_threads, env)) as ranks:
         results = ranks.call(call, timeout_s, grace_s, last=True, own_group=False)
-    finally:
-        ranks.close()
     for rank in ranks.ranks:
         if rank.exit_code != 0 and not isinstance(results[rank.number], RankFailure):
             results[rank.number] = rank.describe_end("after it answered")
@@ -129,14 +128,11 @@ class RankPool:
             self.close()
         if self._ranks is None:
             self._ranks = self._start()
-        usable = False
         try:
-            results = self._ranks.call(call, timeout_s, grace_s, last=False, own_group=own_group)
-            usable = not any(isinstance(result, RankFailure) for result in results)
-        finally:
-            if not usable:
-                self.close()
-        return _check_results(results)
+            return _check_results(self._ranks.call(call, timeout_s, grace_s, last=False, own_group=own_group))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the ranks; the next run would start new ones."""

@@ -242,7 +242,6 @@ class Ranks:
 
         results: dict[int, Any] = {}
         reason = f"still running at the deadline, {timeout_s:g} s after the start"
-        failed = False
         waiting = self.ranks
         while True:
             for rank in waiting:
@@ -253,11 +252,10 @@ class Ranks:
                 else:
                     continue
                 results[rank.number] = result
-                if isinstance(result, RankFailure) and not failed:
-                    failed = True
-                    if time.monotonic() + grace_s < deadline:
-                        deadline = time.monotonic() + grace_s
-                        reason = f"still running {grace_s:g} s after rank {rank.number} had failed"
+                # The first failure counts: later ones would only move the deadline back.
+                if isinstance(result, RankFailure) and time.monotonic() + grace_s < deadline:
+                    deadline = time.monotonic() + grace_s
+                    reason = f"still running {grace_s:g} s after rank {rank.number} had failed"
             waiting = [rank for rank in waiting if rank.number not in results]
             if not waiting or not _read_notes(waiting, deadline - time.monotonic()):
                 break

@@ -98,18 +98,16 @@ class BackendTransport:
 
     @_verb(output=1, input=0)
     def all_reduce(
-        self, tensor: Tensor, out: Output, op: Any, factor: Factor, timeout_s: Seconds,
-        async_op: bool, /,
-    ) -> Any:  # fmt: skip
+        self, tensor: Tensor, out: Output, op: Any, factor: Factor, timeout_s: Seconds, async_op: bool, /
+    ) -> Any:
         target = _copied(tensor, out)
         torch_op, after = self._as_torch_op(target, *ops.read(op, factor))
         return pending_works([dist.all_reduce(target, torch_op, self.pg, async_op)], async_op, after)
 
     @_verb(output=2, input=0, root=1)
     def reduce(
-        self, tensor: Tensor, root: int, out: Output, op: Any, factor: Factor, timeout_s: Seconds,
-        async_op: bool, /,
-    ) -> Any:  # fmt: skip
+        self, tensor: Tensor, root: int, out: Output, op: Any, factor: Factor, timeout_s: Seconds, async_op: bool, /
+    ) -> Any:
         # A copy where the tensor has to stay: a backend's reduce may use it as scratch.
         target = _copied(tensor, out) if self.rank == root else tensor.clone()
         torch_op, after = self._as_torch_op(target, *ops.read(op, factor))
@@ -179,9 +177,8 @@ class BackendTransport:
 
     @_verb(output=0, input=1, root=2)
     def gather(
-        self, output: Output, input: Tensor, root: int, counts: Counts, timeout_s: Seconds,
-        async_op: bool, /,
-    ) -> Any:  # fmt: skip
+        self, output: Output, input: Tensor, root: int, counts: Counts, timeout_s: Seconds, async_op: bool, /
+    ) -> Any:
         if counts is not None:
             return self._move_parts(output, counts, input, root, True, async_op)
         parts = self._parts(output, None, input) if self.rank == root else None
@@ -189,9 +186,8 @@ class BackendTransport:
 
     @_verb(output=0, input=1)
     def scatter(
-        self, output: Output, input: Tensors | None, root: int, counts: Counts, timeout_s: Seconds,
-        async_op: bool, /,
-    ) -> Any:  # fmt: skip
+        self, output: Output, input: Tensors | None, root: int, counts: Counts, timeout_s: Seconds, async_op: bool, /
+    ) -> Any:
         if counts is not None:
             return self._move_parts(input, counts, output, root, False, async_op)
         parts = self._parts(input, None, output) if self.rank == root else None
