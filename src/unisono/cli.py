@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import version
 
-EPILOG = "Each subcommand has its own --help."
+#: The modules whose ``main`` is a subcommand.
+COMMANDS = {
+    "demo": "two ranks show an uneven all-gather and reduce-scatter, timed against gloo",
+    "bench": "measure the collectives against the memory's limit, gloo, MPI and oneCCL",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,27 +20,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="unisono",
         description="Collectives between the processes of one host through shared memory.",
-        epilog=EPILOG,
+        epilog="Each subcommand has its own --help.",
     )
     parser.add_argument("--version", action="version", version=f"unisono {version('unisono')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    # Everything after the name belongs to the subcommand, its --help too.
-    commands.add_parser(
-        "demo",
-        add_help=False,
-        help="two ranks show an uneven all-gather and reduce-scatter, timed against gloo",
-    )
-    commands.add_parser(
-        "bench", add_help=False, help="measure the collectives against the memory's limit, gloo, MPI and oneCCL"
-    )
+    for name, text in COMMANDS.items():
+        # Everything after the name belongs to the subcommand, its --help too.
+        commands.add_parser(name, add_help=False, help=text)
     chosen, rest = parser.parse_known_args(argv)
-    if chosen.command == "demo":
-        from unisono import demo
-
-        return demo.main(rest)
-    from unisono import bench
-
-    return bench.main(rest)
+    code: int = import_module(f"unisono.{chosen.command}").main(rest)
+    return code
 
 
 if __name__ == "__main__":

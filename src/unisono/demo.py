@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,7 @@ SIZES = {"1 KiB": 1 << 10, "256 KiB": 1 << 18, "16 MiB": 1 << 24, "64 MiB": 1 <<
 COLORS = ["36", "33"]  # of what comes from rank 0 and rank 1
 
 Rows = list[list[float]]
+Owners = list[list[int]]  # for each rank, the ranks that its rows belong to
 Times = dict[tuple[str, str, str], list[float]]  # (verb, size, library) -> seconds of each repetition
 
 
@@ -81,18 +83,13 @@ def time_size(group: Group, size: str, count: int, seconds: float) -> Times:
     inputs.normal_()
     gathered, gathered_by_gloo = unisono.empty(count), unisono.empty(count)
     scattered, scattered_by_gloo = unisono.empty(mine.numel()), unisono.empty(mine.numel())
-    times = {
-        ("all-gather", size, "unisono"): time_calls(group, lambda: group.all_gather(gathered, mine, counts), seconds),
-        ("all-gather", size, "gloo"): time_calls(
-            group, lambda: gloo_all_gather(gathered_by_gloo, mine, counts), seconds
-        ),
-        ("reduce-scatter", size, "unisono"): time_calls(
-            group, lambda: group.reduce_scatter(scattered, inputs, counts), seconds
-        ),
-        ("reduce-scatter", size, "gloo"): time_calls(
-            group, lambda: gloo_reduce_scatter(scattered_by_gloo, inputs, counts), seconds
-        ),
+    calls: dict[tuple[str, str, str], Callable[[], object]] = {
+        ("all-gather", size, "unisono"): lambda: group.all_gather(gathered, mine, counts),
+        ("all-gather", size, "gloo"): lambda: gloo_all_gather(gathered_by_gloo, mine, counts),
+        ("reduce-scatter", size, "unisono"): lambda: group.reduce_scatter(scattered, inputs, counts),
+        ("reduce-scatter", size, "gloo"): lambda: gloo_reduce_scatter(scattered_by_gloo, inputs, counts),
     }
+    times = {key: time_calls(group, call, seconds) for key, call in calls.items()}
     if not torch.equal(gathered, gathered_by_gloo) or not torch.equal(scattered, scattered_by_gloo):
         raise AssertionError(f"at {size}, unisono's result differs from gloo's")
     return times
@@ -139,40 +136,27 @@ def paint(text: str, code: str) -> str:
     return f"\033[{code}m{text}\033[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
 
 
-def draw_rows(title: str, rows: Rows, owners: Sequence[int] | None, note: str = "") -> list[str]:
+def draw_rows(title: str, rows: Rows, owners: Sequence[int], note: str) -> list[str]:
     """A box of rows, each in the colour of the rank it belongs to and with that rank's number beside it."""
     width = 6 * COLUMNS + 1
     lines = [f"{title:<{width + 6}}", "┌" + "─" * width + "┐    "]
-    for index, row in enumerate(rows):
+    for row, owner in zip(rows, owners, strict=True):
         cells = "".join(f"{value:6g}" for value in row) + " "
-        owner = None if owners is None else owners[index]
-        lines.append("│" + (cells if owner is None else paint(cells, COLORS[owner])) + "│" + f"{note}{owner} ".rjust(4))
+        lines.append("│" + paint(cells, COLORS[owner]) + "│" + f"{note}{owner} ".rjust(4))
     lines.append("└" + "─" * width + "┘    ")
     return lines
 
 
-def put_beside(*boxes: list[str]) -> str:
-    height = max(len(box) for box in boxes)
+def put_beside(boxes: list[list[str]]) -> str:
     blank = " " * (6 * COLUMNS + 7)
-    return "\n".join(
-        "  " + "  ".join(box[i] if i < len(box) else blank for box in boxes).rstrip() for i in range(height)
-    )
+    return "\n".join("  " + "  ".join(line).rstrip() for line in zip_longest(*boxes, fillvalue=blank))
 
 
-def draw_gather(results: list[Rows]) -> str:
-    owners = [rank for rank, rows in enumerate(SPLITS) for _ in range(rows)]
-    inputs = [
-        draw_rows(f"rank {rank} gives", gather_input(rank).tolist(), [rank] * SPLITS[rank], "r") for rank in (0, 1)
-    ]
-    outputs = [draw_rows(f"rank {rank} gets", results[rank], owners, "r") for rank in (0, 1)]
-    return put_beside(*inputs) + "\n" + put_beside(*outputs)
-
-
-def draw_scatter(results: list[Rows]) -> str:
-    owners = [rank for rank, rows in enumerate(SPLITS) for _ in range(rows)]
-    inputs = [draw_rows(f"rank {rank} gives", scatter_input(rank).tolist(), owners, "→") for rank in (0, 1)]
-    outputs = [draw_rows(f"rank {rank} gets", results[rank], [rank] * SPLITS[rank], "r") for rank in (0, 1)]
-    return put_beside(*inputs) + "\n" + put_beside(*outputs)
+def draw_call(inputs: list[Rows], given: Owners, note: str, results: list[Rows], got: Owners) -> str:
+    """What both ranks give and, below it, what they get; `given` and `got` say which ranks the rows belong to."""
+    above = [draw_rows(f"rank {rank} gives", inputs[rank], given[rank], note) for rank in (0, 1)]
+    below = [draw_rows(f"rank {rank} gets", results[rank], got[rank], "r") for rank in (0, 1)]
+    return put_beside(above) + "\n" + put_beside(below)
 
 
 def check(gathered: list[Rows], scattered: list[Rows]) -> bool:
@@ -213,10 +197,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = run_ranks(2, show_uneven, env=env)
     gathered, scattered = [result[0] for result in results], [result[1] for result in results]
     first, second = SPLITS
+    parts = [[0] * first, [1] * second]
+    whole = [parts[0] + parts[1]] * 2
     print(f"Uneven all-gather, splits {SPLITS}: rank 0 gives {first} rows, rank 1 {second}, both get all.\n")
-    print(draw_gather(gathered))
+    print(draw_call([gather_input(rank).tolist() for rank in (0, 1)], parts, "r", gathered, whole))
     print(f"\nUneven reduce-scatter, splits {SPLITS}: rank 0 gets {first} rows of the sum, rank 1 {second}.\n")
-    print(draw_scatter(scattered))
+    print(draw_call([scatter_input(rank).tolist() for rank in (0, 1)], whole, "→", scattered, parts))
     if not check(gathered, scattered):
         print("\nWRONG: the results differ from the reference computed on one process.")
         return 1

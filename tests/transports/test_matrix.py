@@ -16,8 +16,8 @@ from tests.uneven.cases import factor_of, world
 from unisono import comm_func
 from unisono.base import ops
 from unisono.transport import find
+from unisono.transport.backend import BackendTransport
 from unisono.transport.lists import ListsTransport
-from unisono.transport.rooted import RootedTransport
 
 # Name -> the kind of group it runs on, and how it is made on one; None: it is what that group has anyway.
 TRANSPORTS = {
@@ -25,7 +25,7 @@ TRANSPORTS = {
     "core of a process group": ("unisono", None),
     "gloo": ("gloo", None),
     "lists": ("unisono", ListsTransport),  # as on nccl: a backend whose list forms take unequal tensors
-    "rooted": ("gloo", lambda pg: RootedTransport(pg, keeps_input=False)),
+    "rooted": ("gloo", lambda pg: BackendTransport(pg, keeps_input=False)),
 }
 OURS = ("core", "core of a process group")
 # Those that public functions find; "lists" stands on a group of ours, which has the core.

@@ -13,9 +13,9 @@ import unisono
 from tests import reference
 from tests.uneven.cases import factor_of, splits_for, world
 from unisono.transport import find, gloo
+from unisono.transport.backend import BackendTransport
 from unisono.transport.find import transport_of
 from unisono.transport.lists import AscendTransport, ListsTransport
-from unisono.transport.rooted import RootedTransport
 
 OPS = ("sum", "avg", "product", "min", "max", "premul_sum")
 
@@ -25,7 +25,7 @@ def composed_values(group, kind, path, name, ops, async_op):
     with world(group, kind, path) as pg:
         transport = {
             "lists": lambda: ListsTransport(pg),
-            "rooted": lambda: RootedTransport(pg, keeps_input=kind == "unisono"),
+            "rooted": lambda: BackendTransport(pg, keeps_input=kind == "unisono"),
         }[name]()
 
         def compare(what, got, want):
@@ -89,7 +89,7 @@ def integer_average(group, path):
     with world(group, "gloo", path) as pg:
         part = torch.zeros(1, dtype=torch.int32)
         source = torch.tensor([-3, 5], dtype=torch.int32) * (1 + group.rank)
-        RootedTransport(pg, keeps_input=False).reduce_scatter(part, source, [1, 1], "avg", None, None, False)
+        BackendTransport(pg, keeps_input=False).reduce_scatter(part, source, [1, 1], "avg", None, None, False)
         return part.item()
 
 
@@ -135,17 +135,17 @@ class FakeGroup:
 @pytest.mark.parametrize(
     "name, kind, keeps_input",
     [
-        ("nccl", ListsTransport, None),
-        ("hccl", ListsTransport, None),
-        ("mpi", RootedTransport, True),
-        ("ucc", RootedTransport, True),
-        ("new", RootedTransport, False),
+        ("nccl", ListsTransport, False),
+        ("hccl", ListsTransport, False),
+        ("mpi", BackendTransport, True),
+        ("ucc", BackendTransport, True),
+        ("new", BackendTransport, False),
     ],
 )
 def test_choice_by_name(name, kind, keeps_input):
     group = FakeGroup(name)
     chosen = transport_of(group, torch.device("cuda"))
-    assert type(chosen) is kind and getattr(chosen, "keeps_input", None) is keeps_input
+    assert type(chosen) is kind and chosen.keeps_input is keeps_input
     assert transport_of(group, torch.device("cuda")) is chosen  # chosen once
     assert not chosen._can_compare  # no backend for CPU tensors
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import closing
+from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
 from unisono.testing.processes import ForkServer, RankFailure, Ranks
@@ -86,14 +88,12 @@ def run_ranks(
     `group_timeout_s`, three quarters of that unless told.
     """
     call = _pickle_call(fn, args)
-    ranks = Ranks(n, 0.75 * timeout_s if group_timeout_s is None else group_timeout_s, num_threads, env)
-    try:
+    group_timeout_s = 0.75 * timeout_s if group_timeout_s is None else group_timeout_s
+    with closing(Ranks(n, group_timeout_s, num_threads, env)) as ranks:
         results = ranks.call(call, timeout_s, grace_s, last=True, own_group=False)
-    finally:
-        ranks.close()
-    for rank, result in enumerate(results):
-        if not isinstance(result, RankFailure) and ranks.exit_codes[rank] != 0:
-            results[rank] = ranks.describe_end(rank, "after it answered")
+    for rank in ranks.ranks:
+        if rank.exit_code != 0 and not isinstance(results[rank.number], RankFailure):
+            results[rank.number] = rank.describe_end("after it answered")
     return _check_results(results) if check else results
 
 
@@ -109,26 +109,14 @@ class RankPool:
     """
 
     def __init__(
-        self,
-        n: int,
-        *,
-        group_timeout_s: float = 60.0,
-        num_threads: int = 1,
-        env: Mapping[str, str] | None = None,
+        self, n: int, *, group_timeout_s: float = 60.0, num_threads: int = 1, env: Mapping[str, str] | None = None
     ) -> None:
         self.size = n
-        self._group_timeout_s = group_timeout_s
-        self._num_threads = num_threads
-        self._env = env
+        self._start = partial(Ranks, n, group_timeout_s, num_threads, env)
         self._ranks: Ranks | None = None
 
     def run(
-        self,
-        fn: Callable[..., T],
-        *args: Any,
-        timeout_s: float = 60.0,
-        grace_s: float = 10.0,
-        own_group: bool = False,
+        self, fn: Callable[..., T], *args: Any, timeout_s: float = 60.0, grace_s: float = 10.0, own_group: bool = False
     ) -> list[T]:
         """Call `fn(group, *args)` on every rank; as `run_ranks`, on the pool's group.
 
@@ -139,15 +127,12 @@ class RankPool:
         if self._ranks is not None and self._ranks.any_ended():
             self.close()
         if self._ranks is None:
-            self._ranks = Ranks(self.size, self._group_timeout_s, self._num_threads, self._env)
-        usable = False
+            self._ranks = self._start()
         try:
-            results = self._ranks.call(call, timeout_s, grace_s, last=False, own_group=own_group)
-            usable = not any(isinstance(result, RankFailure) for result in results)
-        finally:
-            if not usable:
-                self.close()
-        return _check_results(results)
+            return _check_results(self._ranks.call(call, timeout_s, grace_s, last=False, own_group=own_group))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the ranks; the next run would start new ones."""

@@ -13,7 +13,6 @@ Ranks die with this process (PR_SET_PDEATHSIG), whatever becomes of it.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import ctypes
 import faulthandler
@@ -30,17 +29,6 @@ from typing import Any, NoReturn
 PR_SET_PDEATHSIG = 1
 STACK_SIGNAL = signal.SIGUSR2  # makes a rank write its stacks
 MAX_MESSAGE_BYTES = 65536
-
-
-def receive_with_fds(control: socket.socket) -> tuple[bytes, list[int]]:
-    """Receive one message and up to three file descriptors, which are not inherited by other programs."""
-    fds = array.array("i")
-    space = socket.CMSG_SPACE(3 * fds.itemsize)
-    data, ancillary, _, _ = control.recvmsg(MAX_MESSAGE_BYTES, space, socket.MSG_CMSG_CLOEXEC)
-    for level, kind, payload in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    return data, list(fds)
 
 
 def become_rank(start: dict[str, Any], channel: socket.socket, out_fd: int, err_fd: int) -> None:
@@ -125,7 +113,7 @@ def serve_forks(control: socket.socket) -> NoReturn:
             wake_read.recv(4096)
         reap_ranks()
         if control in readable:
-            data, fds = receive_with_fds(control)
+            data, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 3, socket.MSG_CMSG_CLOEXEC)
             if not data:
                 break
             message = json.loads(data)

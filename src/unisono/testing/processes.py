@@ -10,10 +10,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import math
 import os
 import pickle
-import select
 import shutil
 import signal
 import socket
@@ -25,6 +23,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +77,11 @@ class ForkServer:
     @classmethod
     def get(cls) -> ForkServer:
         with cls.lock:
-            fork_server = cls.current
-            if fork_server is not None and fork_server.owner_pid == os.getpid() and fork_server.process.poll() is None:
-                return fork_server
-            cls.stop()
-            cls.current = cls()
-            return cls.current
+            current = cls.current
+            if current is None or current.owner_pid != os.getpid() or current.process.poll() is not None:
+                cls.stop()
+                cls.current = current = cls()
+            return current
 
     @classmethod
     def stop(cls) -> None:
@@ -105,17 +103,94 @@ class ForkServer:
             self.process.kill()
             self.process.wait()
 
-    def send(self, message: dict[str, Any], fds: list[int] | None = None) -> bool:
+    def send(self, message: dict[str, Any], *fds: int) -> bool:
         """False if the fork server is gone or does not listen."""
         try:
             with self.lock:
-                socket.send_fds(self.control, [json.dumps(message).encode()], fds or [])
+                socket.send_fds(self.control, [json.dumps(message).encode()], fds)
             return True
         except OSError:
             return False
 
 
 atexit.register(ForkServer.stop)
+
+
+class Rank:
+    """One started rank: the channel to it, and what is known of it."""
+
+    def __init__(self, number: int, folder: Path, fork_server: ForkServer) -> None:
+        self.number = number
+        self.pid: int | None = None
+        self.exit_code: int | None = None
+        self.answered = 0  # the last call that it has answered
+        self._folder = folder
+        self._fork_server = fork_server
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        start = {"rank": number, "setting": str(folder / "setting.json")}
+        with theirs:
+            if not fork_server.send(start, theirs.fileno(), 1, 2):
+                self.channel.close()
+                raise RuntimeError("the process that ranks are forked from is gone")
+
+    def read_note(self) -> None:
+        """Learns from a note that has arrived on the channel."""
+        try:
+            data = self.channel.recv(4096)
+        except OSError:
+            data = b""
+        # An end of file without a word about the end: the fork server died, and the rank with it.
+        note: dict[str, Any] = json.loads(data) if data else {"exit_code": -signal.SIGKILL}
+        self.pid = note.get("pid", self.pid)
+        self.answered = note.get("done", self.answered)
+        self.exit_code = note.get("exit_code")
+
+    def read_result(self) -> Any:
+        """What the last call returned, or how it failed."""
+        path = self._folder / f"result-{self.answered}-{self.number}"
+        try:
+            kind, *fields = pickle.loads(path.read_bytes())
+        except Exception:
+            return self.failure("its result cannot be read back", traceback.format_exc())
+        finally:
+            path.unlink(missing_ok=True)
+        if kind == "result":
+            return fields[0]
+        error, text = fields
+        return self.failure(f"raised {error}", text, error=error)
+
+    def describe_end(self, when: str) -> RankFailure:
+        code, stacks = self.exit_code, self.read_stacks()
+        if code is None:
+            return self.failure(f"did not end {when}", stacks)
+        if code >= 0:
+            return self.failure(f"ended with exit code {code} {when}", stacks, exit_code=code)
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = "unknown"
+        return self.failure(f"died by signal {-code} ({name}) {when}", stacks, signal=-code)
+
+    def failure(self, reason: str, traceback: str, **more: Any) -> RankFailure:
+        return RankFailure(self.number, self.pid, reason, traceback, **more)
+
+    def read_stacks(self) -> str:
+        """What the rank has written of its stacks, by a crash or since it was asked."""
+        try:
+            return (self._folder / f"stacks-{self.number}").read_text(errors="replace")
+        except OSError:
+            return ""
+
+    def signal(self, number: int) -> None:
+        if self.pid is not None and self.exit_code is None:
+            self._fork_server.send({"pid": self.pid, "signal": number})
+
+    def is_stopped(self) -> bool:
+        try:
+            # After the name, which is in parentheses and may hold anything, comes the state.
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+        except OSError:
+            return False
 
 
 class Ranks:
@@ -129,13 +204,10 @@ class Ranks:
                 "ranks were started while a rank was still importing the main script\n"
                 '  Put the code that starts them under: if __name__ == "__main__":'
             )
-        self.size = n
-        self.pids: list[int | None] = [None] * n
-        self.exit_codes: list[int | None] = [None] * n
         self.calls = 0
+        self.ranks: list[Rank] = []
         self.fork_server = ForkServer.get()
         self.folder = Path(tempfile.mkdtemp(prefix="unisono-ranks-"))
-        self.channels: list[socket.socket] = []
         setting = {
             "size": n,
             "folder": os.getcwd(),
@@ -151,13 +223,8 @@ class Ranks:
         sys.stdout.flush()
         sys.stderr.flush()
         try:
-            for rank in range(n):
-                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                self.channels.append(ours)
-                start = {"rank": rank, "setting": str(self.folder / "setting.json")}
-                with theirs:
-                    if not self.fork_server.send(start, [theirs.fileno(), 1, 2]):
-                        raise RuntimeError("the process that ranks are forked from is gone")
+            for number in range(n):
+                self.ranks.append(Rank(number, self.folder, self.fork_server))
         except BaseException:
             self.close()
             raise
@@ -166,154 +233,93 @@ class Ranks:
         """Results by rank, a RankFailure for each that failed; every rank has answered or was killed."""
         deadline = time.monotonic() + timeout_s
         self.calls += 1
-        number = self.calls
-        call_path = self.folder / f"call-{number}"
+        call_path = self.folder / f"call-{self.calls}"
         call_path.write_bytes(call)
-        order = json.dumps({"call": number, "last": last, "own_group": own_group}).encode()
-        for channel in self.channels:
+        order = json.dumps({"call": self.calls, "last": last, "own_group": own_group}).encode()
+        for rank in self.ranks:
             with contextlib.suppress(OSError):  # a dead rank is reported below
-                channel.send(order, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                rank.channel.send(order, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
         results: dict[int, Any] = {}
         reason = f"still running at the deadline, {timeout_s:g} s after the start"
-        failed = False
-        while len(results) < self.size:
-            for rank, note in self._receive(set(range(self.size)) - set(results), deadline - time.monotonic()):
-                if note.get("done") == number:
-                    results[rank] = self._read_result(rank, number)
-                elif "exit_code" in note:
-                    results[rank] = self.describe_end(rank, "before it answered")
-                if isinstance(results.get(rank), RankFailure) and not failed:
-                    failed = True
-                    if time.monotonic() + grace_s < deadline:
-                        deadline = time.monotonic() + grace_s
-                        reason = f"still running {grace_s:g} s after rank {rank} had failed"
-            if time.monotonic() >= deadline:
+        waiting = self.ranks
+        while True:
+            for rank in waiting:
+                if rank.answered == self.calls:
+                    result = rank.read_result()
+                elif rank.exit_code is not None:
+                    result = rank.describe_end("before it answered")
+                else:
+                    continue
+                results[rank.number] = result
+                # The first failure counts: later ones would only move the deadline back.
+                if isinstance(result, RankFailure) and time.monotonic() + grace_s < deadline:
+                    deadline = time.monotonic() + grace_s
+                    reason = f"still running {grace_s:g} s after rank {rank.number} had failed"
+            waiting = [rank for rank in waiting if rank.number not in results]
+            if not waiting or not _read_notes(waiting, deadline - time.monotonic()):
                 break
-        late = [rank for rank in range(self.size) if rank not in results]
-        if late:
-            stopped = [rank for rank in late if _is_stopped(self.pids[rank])]
-            stacks = self._ask_for_stacks([rank for rank in late if rank not in stopped])
-            self._kill(late)
-            for rank in late:
+        if waiting:
+            stopped = [rank for rank in waiting if rank.is_stopped()]
+            _ask_for_stacks([rank for rank in waiting if rank not in stopped])
+            self._kill(waiting)
+            for rank in waiting:
                 why = f"stopped (SIGSTOP), {reason}" if rank in stopped else reason
-                results[rank] = RankFailure(rank, self.pids[rank], why, stacks.get(rank, ""))
+                results[rank.number] = rank.failure(why, rank.read_stacks())
         call_path.unlink()
-        return [results[rank] for rank in range(self.size)]
+        return [results[rank.number] for rank in self.ranks]
 
     def close(self) -> None:
         """End all ranks, the idle ones by telling them, and remove the folder."""
-        for channel in self.channels:
+        for rank in self.ranks:
             with contextlib.suppress(OSError):
-                channel.shutdown(socket.SHUT_WR)
+                rank.channel.shutdown(socket.SHUT_WR)
         try:
-            self._kill(self._wait_for_ends(list(range(len(self.channels))), 3.0))
+            self._kill(_wait_for_ends(self.ranks, 3.0))
         finally:
-            for channel in self.channels:
-                channel.close()
+            for rank in self.ranks:
+                rank.channel.close()
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def any_ended(self) -> bool:
-        self._wait_for_ends(list(range(self.size)), 0.0)
-        return any(code is not None for code in self.exit_codes)
+        return len(_wait_for_ends(self.ranks, 0.0)) < len(self.ranks)
 
-    def describe_end(self, rank: int, when: str) -> RankFailure:
-        code = self.exit_codes[rank]
-        pid, stacks = self.pids[rank], self._read_stacks(rank)
-        if code is None:
-            return RankFailure(rank, pid, f"did not end {when}", stacks)
-        if code >= 0:
-            return RankFailure(rank, pid, f"ended with exit code {code} {when}", stacks, exit_code=code)
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = "unknown"
-        return RankFailure(rank, pid, f"died by signal {-code} ({name}) {when}", stacks, signal=-code)
-
-    def _receive(self, ranks: set[int], timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
-        """The notes that arrived on the channels of `ranks`, after waiting for the first one."""
-        poll = select.poll()
-        by_fd = {self.channels[rank].fileno(): rank for rank in ranks if self.exit_codes[rank] is None}
-        for fd in by_fd:
-            poll.register(fd, select.POLLIN)
-        notes: list[tuple[int, dict[str, Any]]] = [
-            (rank, {"exit_code": self.exit_codes[rank]}) for rank in ranks if self.exit_codes[rank] is not None
-        ]
-        if notes:
-            return notes
-        for fd, _ in poll.poll(max(0, math.ceil(timeout_s * 1000))):
-            rank = by_fd[fd]
-            try:
-                data = self.channels[rank].recv(4096)
-            except OSError:
-                data = b""
-            # An end of file without a word about the end: the fork server died, and the rank with it.
-            note: dict[str, Any] = json.loads(data) if data else {"exit_code": -signal.SIGKILL}
-            self.pids[rank] = note.get("pid", self.pids[rank])
-            self.exit_codes[rank] = note.get("exit_code")
-            notes.append((rank, note))
-        return notes
-
-    def _read_result(self, rank: int, number: int) -> Any:
-        path = self.folder / f"result-{number}-{rank}"
-        pid = self.pids[rank]
-        try:
-            kind, *fields = pickle.loads(path.read_bytes())
-        except Exception:
-            return RankFailure(rank, pid, "its result cannot be read back", traceback.format_exc())
-        finally:
-            path.unlink(missing_ok=True)
-        if kind == "result":
-            return fields[0]
-        error, text = fields
-        return RankFailure(rank, pid, f"raised {error}", text, error=error)
-
-    def _ask_for_stacks(self, ranks: list[int]) -> dict[int, str]:
-        """Where these ranks stand now; empty for one that does not answer."""
-        for rank in ranks:
-            self._signal(rank, STACK_SIGNAL)
-        end = time.monotonic() + 2.0
-        while time.monotonic() < end and not all(self._read_stacks(rank) for rank in ranks):
-            time.sleep(0.02)
-        time.sleep(0.05)  # for the rest of what is being written
-        return {rank: self._read_stacks(rank) for rank in ranks}
-
-    def _read_stacks(self, rank: int) -> str:
-        try:
-            return (self.folder / f"stacks-{rank}").read_text(errors="replace")
-        except OSError:
-            return ""
-
-    def _signal(self, rank: int, number: int) -> None:
-        if self.pids[rank] is not None and self.exit_codes[rank] is None:
-            self.fork_server.send({"pid": self.pids[rank], "signal": number})
-
-    def _wait_for_ends(self, ranks: list[int], timeout_s: float) -> list[int]:
-        """Those of `ranks` that have not ended within the time."""
-        end = time.monotonic() + timeout_s
-        left = {rank for rank in ranks if self.exit_codes[rank] is None}
-        while left and (self._receive(left, end - time.monotonic()) or time.monotonic() < end):
-            left = {rank for rank in left if self.exit_codes[rank] is None}
-        return sorted(left)
-
-    def _kill(self, ranks: list[int]) -> None:
+    def _kill(self, ranks: list[Rank]) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
-            if not ranks:
-                return
             for rank in ranks:
-                self._signal(rank, number)
-            ranks = self._wait_for_ends(ranks, _KILL_S)
+                rank.signal(number)
+            ranks = _wait_for_ends(ranks, _KILL_S)
         if ranks:  # the fork server itself does not answer; its ranks die with it
             self.fork_server.process.kill()
-            self._wait_for_ends(ranks, _KILL_S)
+            _wait_for_ends(ranks, _KILL_S)
 
 
-def _is_stopped(pid: int | None) -> bool:
-    try:
-        # After the name, which is in parentheses and may hold anything, comes the state.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    except OSError:
-        return False
+def _read_notes(ranks: list[Rank], timeout_s: float) -> bool:
+    """Waits for notes of ranks that have not ended, and reads them; False if none came in time."""
+    by_channel = {rank.channel: rank for rank in ranks}
+    arrived = wait(list(by_channel), max(0.0, timeout_s))
+    for channel in arrived:
+        by_channel[channel].read_note()  # type: ignore[index]
+    return bool(arrived)
+
+
+def _wait_for_ends(ranks: list[Rank], timeout_s: float) -> list[Rank]:
+    """Those of `ranks` that have not ended within the time."""
+    end = time.monotonic() + timeout_s
+    while left := [rank for rank in ranks if rank.exit_code is None]:
+        if not _read_notes(left, end - time.monotonic()):
+            break
+    return left
+
+
+def _ask_for_stacks(ranks: list[Rank]) -> None:
+    """Has these ranks write where they stand; one that does not answer writes nothing."""
+    for rank in ranks:
+        rank.signal(STACK_SIGNAL)
+    end = time.monotonic() + 2.0
+    while time.monotonic() < end and not all(rank.read_stacks() for rank in ranks):
+        time.sleep(0.02)
+    time.sleep(0.05)  # for the rest of what is being written
 
 
 def _describe_main() -> dict[str, str]:

@@ -28,41 +28,29 @@ def serve_calls(channel: socket.socket, rank: int, setting: dict[str, Any]) -> N
 
     folder = Path(setting["files"])
     torch.set_num_threads(setting["num_threads"])
-    group: Group | None = None
-    while True:
-        data = channel.recv(4096)
-        if not data:
-            break
+    groups: dict[str, Group] = {}
+    while data := channel.recv(4096):
         order = json.loads(data)
         number = order["call"]
-        own_group, last = order["own_group"], order["last"]
-        used = None if own_group else group
+        name = f"own-{number}" if order["own_group"] else "world"
         try:
-            if used is None:
-                name = f"own-{number}" if own_group else "world"
-                used = _join_group(folder / f"store-{name}", rank, name, setting)
-                if not own_group:
-                    group = used
+            if name not in groups:
+                groups[name] = _join_group(folder / f"store-{name}", rank, name, setting)
             fn, args = _read_call(folder / f"call-{number}", setting["main"])
-            answer = pickle.dumps(("result", fn(used, *args)))
-            if last or own_group:
-                used.close()
-                if last:
-                    group = None
+            answer = pickle.dumps(("result", fn(groups[name], *args)))
+            if order["last"] or order["own_group"]:
+                groups.pop(name).close()
         except BaseException as error:
             answer = pickle.dumps(("error", _type_name(error), traceback.format_exc()))
             # The other ranks shall hear of this, rather than wait for their deadline.
-            for broken in (used, group):
-                if broken is not None:
-                    with contextlib.suppress(Exception):
-                        broken.close()
-            group = None
+            while groups:
+                with contextlib.suppress(Exception):
+                    groups.popitem()[1].close()
         sys.stdout.flush()
         sys.stderr.flush()
-        path = folder / f"result-{number}-{rank}"
-        path.write_bytes(answer)
+        (folder / f"result-{number}-{rank}").write_bytes(answer)
         channel.send(json.dumps({"done": number}).encode())
-    if group is not None:
+    for group in groups.values():
         group.close()
 
 

@@ -22,14 +22,13 @@ NO_OP = -1
 
 _MISMATCH = 1  # its number in errors.py and core/base/status.h
 _DIGEST_BYTES = 8
-_HEAD = struct.Struct("<8sdH")
-_WORDS_BYTES = 256 - _HEAD.size
+_HEAD = struct.Struct("<8sd240s")  # digest, factor, words; the table comes behind it
 _KNOWN_COUNTS = 64  # lists up to this length are remembered; matrices of many ranks take much memory and change
 
 
 def request_bytes(size: int) -> int:
     """Bytes of a request in a group of so many ranks."""
-    return _HEAD.size + _WORDS_BYTES + 16 * size
+    return _HEAD.size + 16 * size
 
 
 class Request:
@@ -47,17 +46,14 @@ class Request:
     ) -> None:
         """``table`` are the elements this rank sends to each rank, and those it expects from each."""
         self.verb = verb
+        self.is_exchange = table is not None
         find = _known_facts if len(counts) <= _KNOWN_COUNTS else _facts
         self.digest, facts = find(verb, dtype, op, tuple(counts))
         if table is not None:
             facts += _short(f"sends {list(table[0])} expects {list(table[1])}")
-        words = f"{facts}   {call_site()}".encode()[:_WORDS_BYTES]
+        words = f"{facts}   {call_site()}".encode()  # cut by struct, or filled up with zeros
         numbers = [*table[0], *table[1]] if table is not None else [0] * (2 * size)
-        self.bytes = (
-            _HEAD.pack(self.digest, factor, len(words))
-            + words.ljust(_WORDS_BYTES, b"\0")
-            + struct.pack(f"<{2 * size}q", *numbers)
-        )
+        self.bytes = _HEAD.pack(self.digest, factor, words) + struct.pack(f"<{2 * size}q", *numbers)
 
 
 def _facts(verb: str, dtype: torch.dtype, op: int, counts: tuple[int, ...]) -> tuple[bytes, str]:
@@ -81,7 +77,7 @@ def compare(pg: ProcessGroup, seq: int, request: Request, shown: Sequence[bytes]
     ``shown`` are by rank, each beginning with a request's bytes.
     """
     differing = [rank for rank, bytes in enumerate(shown) if bytes[:_DIGEST_BYTES] != request.digest]
-    if not differing:
+    if not differing and request.is_exchange:
         differing = _misfits(shown)
     if differing:
         text = "ranks were asked for different things"
@@ -107,9 +103,9 @@ def _misfits(shown: Sequence[bytes]) -> list[int]:
 
 
 def _table(bytes: bytes, size: int) -> tuple[Any, ...]:
-    return struct.unpack_from(f"<{2 * size}q", bytes, _HEAD.size + _WORDS_BYTES)
+    return struct.unpack_from(f"<{2 * size}q", bytes, _HEAD.size)
 
 
 def _words(bytes: bytes) -> str:
-    length = _HEAD.unpack_from(bytes)[2]
-    return bytes[_HEAD.size : _HEAD.size + min(length, _WORDS_BYTES)].decode(errors="replace")
+    words: str = _HEAD.unpack_from(bytes)[2].rstrip(b"\0").decode(errors="replace")
+    return words

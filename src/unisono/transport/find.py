@@ -21,9 +21,9 @@ from .backend import BackendTransport
 from .gloo import GlooTransport
 from .lists import AscendTransport, ListsTransport
 from .protocol import Transport
-from .rooted import RootedTransport
 
 _known: weakref.WeakKeyDictionary[ProcessGroup, dict[str, BackendTransport]] = weakref.WeakKeyDictionary()
+_ON_CPU = torch.empty(0, device="cpu")
 
 
 def find(group: GroupLike, tensor: Tensor) -> Transport | None:
@@ -38,14 +38,7 @@ def find(group: GroupLike, tensor: Tensor) -> Transport | None:
 
 def find_for_barrier(group: GroupLike) -> Transport | None:
     """The transport for a call without tensors: the one of CPU tensors, if there are several."""
-    ours = getattr(distributed_c10d._world.default_pg if group is None else group, "unisono_group", None)
-    if ours is not None:
-        return ours.transport  # type: ignore[no-any-return]
-    found = resolve(group)
-    if found is None:
-        return None
-    kinds = devices_of(found)
-    return transport_of(found, torch.device("cpu" if "cpu" in kinds else kinds[0]))
+    return find(group, _ON_CPU)
 
 
 def transport_of(group: Group | ProcessGroup, device: torch.device) -> Transport:
@@ -74,4 +67,4 @@ def _make(pg: ProcessGroup, device: torch.device) -> BackendTransport:
             return AscendTransport(pg, native_calls)
     if name in ("nccl", "hccl", "xccl"):
         return ListsTransport(pg)
-    return RootedTransport(pg, keeps_input=name in ("mpi", "ucc"))
+    return BackendTransport(pg, keeps_input=name in ("mpi", "ucc"))

@@ -15,7 +15,7 @@ for pieces is at most the size of the output (or ``_LEAST_SCRATCH``, if that is 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import memmove, string_at
 from itertools import accumulate, pairwise
 from typing import Any
@@ -26,10 +26,10 @@ from torch.distributed import ProcessGroup
 
 from .. import _core
 from ..base.errors import MismatchError
-from ..base.handle import Handle
+from ..base.handle import Pending
 from .agreement import NO_OP, Request, compare, meet, request_bytes
-from .backend import BackendTransport
-from .pending import ProgressThread, Step
+from .backend import BackendTransport, check_reduction
+from .pending import ProgressThread, Step, nothing
 
 _HEADERS_BYTES = 1 << 20  # of all headers of a call to and from a rank
 _GATHER_BYTES = 8 << 20  # the same in an all-gather, where they are together not more than the output
@@ -43,7 +43,7 @@ _HEADER_TAGS = 0x2000_0000
 
 Span = tuple[int, int]  # first element, and one after the last
 Relay = tuple[int, Span, list[tuple[int, Span]]]  # a root, what it sends this rank, and what others pass on to it
-Cut = Callable[[Tensor], Sequence[Tensor]]  # a chunk into the messages it is sent in
+Works = Iterable[tuple[int, Any]]  # messages under way, each with the rank it goes to or comes from
 
 
 class GlooTransport(BackendTransport):
@@ -60,9 +60,10 @@ class GlooTransport(BackendTransport):
         self.gather_room = self.head_bytes + max(_LEAST_HEADER, _GATHER_BYTES // links & -_LEAST_HEADER)
         self._buffers: list[Tensor] = []  # for headers; kept, since fresh memory would cost a page fault every 4 KiB
 
-    def _all_gather(
-        self, whole: Tensor, part: Tensor, counts: Sequence[int], result: Any, async_op: bool
-    ) -> Handle | None:
+    def _compare(self, *request: Any, **more: Any) -> None:
+        """Left to the headers, which bring every rank's request."""
+
+    def _all_gather(self, whole: Tensor, part: Tensor, counts: Sequence[int], async_op: bool) -> Pending | None:
         request = Request(self.size, "all_gather", part.dtype, NO_OP, counts)
         to = _spans(counts)
         spans = [(0, part.numel())] * self.size
@@ -70,8 +71,7 @@ class GlooTransport(BackendTransport):
         relay = None
         if self.size > 2 and largest * part.element_size() >= _LEAST_RELAY and 2 * largest > to[-1][1]:
             relay = self._plan_relay(list(counts).index(largest), largest, spans, to)
-        rest = self._exchange(request, part, spans, whole, to, self.gather_room, async_op, relay)
-        return self._end("all_gather", rest, result, async_op)
+        return self._exchange(request, part, spans, whole, to, self.gather_room, async_op, relay)
 
     def _plan_relay(self, root: int, largest: int, spans: list[Span], to: list[Span]) -> Relay | None:
         """One rank, the root, has more than all others together. It sends each of the others a share of its chunk, and
@@ -88,74 +88,61 @@ class GlooTransport(BackendTransport):
         return root, to[root], [(rank, (start + a, start + b)) for rank, (a, b) in shares.items() if rank != self.rank]
 
     def _all_to_all(
-        self, output: Tensor, input: Tensor, expected: Sequence[int], sent: Sequence[int], result: Any,
-        after: Step | None, async_op: bool,
-    ) -> Handle | None:  # fmt: skip
+        self, output: Tensor, input: Tensor, expected: Sequence[int], sent: Sequence[int], after: Step,
+        async_op: bool,
+    ) -> Pending | None:  # fmt: skip
         request = Request(self.size, "all_to_all", input.dtype, NO_OP, (), table=(sent, expected))
-        rest = self._exchange(request, input, _spans(sent), output, _spans(expected), self.header_room, async_op, None)
-
-        def rest_and_after() -> None:
-            rest()
-            if after is not None:
-                after()
-
-        return self._end("all_to_all", rest_and_after, result, async_op)
+        spans, to = _spans(sent), _spans(expected)
+        return self._exchange(request, input, spans, output, to, self.header_room, async_op, after=after)
 
     def _exchange(
         self, request: Request, source: Tensor, spans: list[Span], output: Tensor, to: list[Span], room: int,
-        async_op: bool, relay: Relay | None,
-    ) -> Step:  # fmt: skip
+        async_op: bool, relay: Relay | None = None, after: Step = nothing,
+    ) -> Pending | None:  # fmt: skip
         """Sends ``spans[r]`` of the source to rank r, and receives ``to[r]`` of the output from it.
 
         With ``relay``: passes the span on when it has come from the root, and receives the others' spans from them.
-        Posts all of it, and returns the rest of the call.
         """
-        messages = self._open(request, source, spans, room, lambda chunk: (chunk,), async_op)
+        messages = _Messages(self, request, source, spans, room, reply_first=async_op)
         small = messages.fitting_elements
-        receiving = [
-            (peer, messages.recv(output[start:end], peer))
+        receiving = {
+            peer: messages.recv(output[start:end], peer)
             for peer in reversed(self.peers)
             for start, end in (to[peer],)
             if end - start > small
-        ]
-        messages.works += receiving
+        }
         others = relay[2] if relay is not None else ()
-        passed_on = [(peer, messages.recv(output[start:end], peer)) for peer, (start, end) in others]
+        passed_on = [messages.recv(output[start:end], peer) for peer, (start, end) in others]
         messages.all_posted()
 
         def rest() -> None:
             (start, end), own = to[self.rank], spans[self.rank][0]
             _copy(output, start, end, source.data_ptr() + own * source.element_size())  # while headers are on their way
-            messages.compare(receiving)
+            messages.compare(receiving.items())
             for peer in self.peers:
                 start, end = to[peer]
                 if start < end <= start + small:
                     _copy(output, start, end, messages.data_place(peer))
             if relay is not None:
                 root, (start, end), peers = relay
-                messages.wait(root)
-                messages.works += [(peer, messages.send(output[start:end], peer)) for peer, _ in peers]
-                messages.works += passed_on
-            messages.wait()
+                if root in receiving:
+                    receiving.pop(root).wait()
+                messages.works += [messages.send(output[start:end], peer) for peer, _ in peers]
+            messages.wait(*receiving.values(), *passed_on)
+            after()
 
-        return rest
+        return self._carry_out(rest, async_op)
 
     def _reduce_scatter(
-        self, part: Tensor, whole: Tensor, counts: Sequence[int], op: int, factor: float, result: Any, async_op: bool
-    ) -> Handle | None:
-        _core.combine(part[:0], [part[:0]], op, [factor])  # says whether the op means something for the dtype
+        self, part: Tensor, whole: Tensor, counts: Sequence[int], op: int, factor: float, async_op: bool
+    ) -> Pending | None:
+        check_reduction(part.dtype, op)
         spans = _spans(counts)
         request = Request(self.size, "reduce_scatter", part.dtype, op, counts, factor)
-        item_bytes = part.element_size()
-
-        def cut(chunk: Tensor) -> Sequence[Tensor]:
-            return torch.split(chunk, self._piece_elements(chunk.numel(), item_bytes))
-
-        messages = self._open(request, whole, spans, self.header_room, cut, async_op)
-        small = messages.fitting_elements
+        messages = _Messages(self, request, whole, spans, self.header_room, reply_first=async_op, in_pieces=True)
         start, end = spans[self.rank]
         own = whole[start:end]
-        pieces = _Pieces(self, messages, part, own) if part.numel() > small and self.peers else None
+        pieces = _Pieces(messages, part, own) if part.numel() > messages.fitting_elements and self.peers else None
         messages.all_posted()
 
         def rest() -> None:
@@ -167,18 +154,20 @@ class GlooTransport(BackendTransport):
                 _core.combine(part, inputs, op, factors)
             messages.wait()
 
-        return self._end("reduce_scatter", rest, result, async_op)
+        return self._carry_out(rest, async_op)
 
-    def _piece_elements(self, elements: int, item_bytes: int) -> int:
-        """Elements of a piece of a chunk: the same on sender and receiver."""
-        scratch_bytes = max(elements * item_bytes, _LEAST_SCRATCH)
+    def _carry_out(self, rest: Step, async_op: bool) -> Pending | None:
+        """The rest of a call of which everything is posted: now, or by the progress thread."""
+        if async_op:
+            return self._progress.carry_out(rest)
+        rest()
+        return None
+
+    def pieces(self, chunk: Tensor) -> Sequence[Tensor]:
+        """The pieces of a chunk: the same on sender and receiver."""
+        scratch_bytes = max(chunk.nbytes, _LEAST_SCRATCH)
         fitting = scratch_bytes // (_PIECES_AHEAD * (self.size - 1))
-        return max(1, min(fitting, _PIECE_BYTES) // item_bytes)
-
-    def _open(
-        self, request: Request, source: Tensor, spans: list[Span], room: int, cut: Cut, reply_first: bool
-    ) -> _Messages:
-        return _Messages(self, self._calls.next(), request, source, spans, room, cut, reply_first)
+        return torch.split(chunk, max(1, min(fitting, _PIECE_BYTES) // chunk.element_size()))
 
     def buffer(self) -> Tensor:
         """Memory for a header, of the longest kind: what a peer will write is not known."""
@@ -190,39 +179,26 @@ class GlooTransport(BackendTransport):
     def take_back(self, buffers: list[Tensor]) -> None:
         self._buffers += buffers[: max(0, 2 * len(self.peers) - len(self._buffers))]
 
-    def _end(self, verb: str, rest: Step, result: Any, async_op: bool) -> Handle | None:
-        if async_op:
-            return Handle(self._progress.carry_out(rest), verb, result)
-        rest()
-        return None
-
 
 class _Messages:
     """The messages of one call. A work is waited for once only: gloo would take a second wait for another message."""
 
     def __init__(
-        self,
-        transport: GlooTransport,
-        seq: int,
-        request: Request,
-        source: Tensor,
-        spans: list[Span],
-        room: int,
-        cut: Cut,
-        reply_first: bool,
-    ) -> None:
+        self, transport: GlooTransport, request: Request, source: Tensor, spans: list[Span], room: int,
+        reply_first: bool, in_pieces: bool = False,
+    ) -> None:  # fmt: skip
         self.transport = transport
         self.pg = transport.pg
-        self.seq = seq
+        self.seq = seq = transport.calls.next()
         self.request = request
         self.source = source
         self.spans = spans
-        self.cut = cut
+        self.in_pieces = in_pieces
         # An equal request has another tag in every other call: what a call has given up must never meet a later one.
         self.tag = int.from_bytes(request.digest[:4], "little") + seq * 0x9E37_79B1
         self.header_tag = _HEADER_TAGS | seq & 0xFF_FFFF
         self.fitting_elements = (room - transport.head_bytes) // source.element_size()
-        self.works: list[tuple[int, Any]] = []
+        self.works: list[Any] = []
         self.safe_sends: list[tuple[int, Any]] = []  # sends that an agreeing peer receives even if others disagree
         self.written: dict[Span, Tensor] = {}
         self.sent: list[Any] = []
@@ -263,9 +239,10 @@ class _Messages:
     def _send_data(self, peer: int) -> None:
         start, end = self.spans[peer]
         if end - start > self.fitting_elements:
-            works = [(peer, self.send(piece, peer)) for piece in self.cut(self.source[start:end])]
+            chunk = self.source[start:end]
+            works = [self.send(piece, peer) for piece in (self.transport.pieces(chunk) if self.in_pieces else (chunk,))]
             self.works += works
-            self.safe_sends += works[:_PIECES_AHEAD]
+            self.safe_sends += [(peer, work) for work in works[:_PIECES_AHEAD]]
 
     def data_place(self, peer: int) -> int:
         """Where the data in a peer's header is."""
@@ -286,7 +263,7 @@ class _Messages:
         """Another one for another length: two ranks that disagree about it must not meet."""
         return _TAGS | (self.tag + tensor.numel() * 0x85EB_CA6B) & 0x3FFF_FFFF
 
-    def compare(self, receiving: Iterable[tuple[int, Any]]) -> list[float]:
+    def compare(self, receiving: Works) -> list[float]:
         """Reads the headers and answers them. Raises if requests differ, but not before the data has passed that
         agreeing ranks have asked each other for already: ``receiving`` is what this one has."""
         requests = [self.request.bytes] * self.transport.size
@@ -309,19 +286,16 @@ class _Messages:
             self._end_headers()
             raise
 
+    def wait(self, *more: Any) -> None:
+        """Waits for what was sent, and for more works. After that the headers are used again."""
+        for work in (*self.works, *more):
+            work.wait()
+        self._end_headers()
+
     def _end_headers(self) -> None:
         for work in self.sent:
             work.wait()
         self.transport.take_back([*self.written.values(), *(header for header, _ in self.received.values())])
-
-    def wait(self, only: int | None = None) -> None:
-        """Waits for the messages under way, to and from all peers or one. After all, the headers are used again."""
-        waiting, self.works = self.works, [] if only is None else [pair for pair in self.works if pair[0] != only]
-        for peer, work in waiting:
-            if only is None or peer == only:
-                work.wait()
-        if only is None:
-            self._end_headers()
 
 
 def _copy(output: Tensor, start: int, end: int, place: int) -> None:
@@ -340,13 +314,12 @@ def _spans(counts: Sequence[int]) -> list[Span]:
 class _Pieces:
     """The chunk of this rank on its way in: up to _PIECES_AHEAD pieces per peer are received while one is combined."""
 
-    def __init__(self, transport: GlooTransport, messages: _Messages, part: Tensor, mine: Tensor) -> None:
-        length = transport._piece_elements(part.numel(), part.element_size())
-        self.transport = transport
+    def __init__(self, messages: _Messages, part: Tensor, mine: Tensor) -> None:
+        self.transport = transport = messages.transport
         self.messages = messages
-        self.outputs = torch.split(part, length)
-        self.mine = torch.split(mine, length)
-        ahead = min(_PIECES_AHEAD, len(self.outputs))
+        self.outputs = transport.pieces(part)
+        self.mine = transport.pieces(mine)
+        ahead, length = min(_PIECES_AHEAD, len(self.outputs)), self.outputs[0].numel()
         self.scratch = torch.empty(ahead, transport.size - 1, length, dtype=part.dtype, device="cpu")
         self.waiting = deque(self._receive(i) for i in range(ahead))
 

@@ -19,11 +19,15 @@ _LINGER_S = 2.0  # how long the end of the process waits for calls under way
 Step = Callable[[], None]
 
 
+def nothing() -> None:
+    """The last step of a call that needs none."""
+
+
 class WorksPending:
     """Works of a torch backend that end as one call; ``after`` runs once, when all have gone well."""
 
-    def __init__(self, works: Sequence[dist.Work], after: Step | None = None) -> None:
-        self._works = list(works)
+    def __init__(self, works: Sequence[dist.Work | None], after: Step = nothing) -> None:
+        self._works: list[Any] = list(works)
         self._first: Any = works[0] if works else None
         self._after = after
         self._error: Exception | None = None
@@ -43,35 +47,31 @@ class WorksPending:
         if not self._turn.acquire(timeout=timeout_s or -1):
             return False
         try:
-            while not self._over and self._works:
-                if not self._wait_for(self._works[0], max(end - time.monotonic(), 1e-3) if timeout_s else 0.0):
+            while not self._over:
+                if not self._advance(max(end - time.monotonic(), 1e-3) if timeout_s else 0.0):
                     return False
-                self._works.pop(0)
-            if not self._over:
-                self._end()
             return True
         finally:
             self._turn.release()
 
-    def _wait_for(self, work: dist.Work, timeout_s: float) -> bool:
+    def _advance(self, timeout_s: float) -> bool:
+        """Waits for the next work, or ends the call when there is none; False if the time was not enough."""
+        work = self._works[0] if self._works else None
         try:
+            if work is None:
+                self._after()
+                self._over = True
+                return True
             if timeout_s:
                 work.wait(timedelta(seconds=timeout_s))  # torch counts milliseconds, and 0 is no limit
             else:
                 work.wait()
+            self._works.pop(0)
         except Exception as error:
-            if timeout_s and not work.is_completed():
+            if work is not None and timeout_s and not work.is_completed():
                 return False
             self._error, self._over = error, True
         return True
-
-    def _end(self) -> None:
-        try:
-            if self._after is not None:
-                self._after()
-        except Exception as error:
-            self._error = error
-        self._over = True
 
     def error(self) -> Exception | None:
         """What went wrong, None if nothing did or the call still runs."""
@@ -93,33 +93,26 @@ class WorksPending:
         return int(self._first._source_rank())
 
 
-class ThreadPending:
+class ThreadPending(Future[None]):
     """A call whose rest is carried out by a :class:`ProgressThread`."""
 
     source = -1
 
-    def __init__(self) -> None:
-        self.end: Future[None] = Future()
-
-    def done(self) -> bool:
-        """Says whether the call is over."""
-        return self.end.done()
-
     def wait(self, timeout_s: float) -> bool:
         """Waits; False if the call is not over after ``timeout_s``."""
         try:
-            self.end.exception(timeout_s or None)
+            self.exception(timeout_s or None)
         except NotDone:
             return False
         return True
 
     def error(self) -> Exception | None:
         """What went wrong, None if nothing did or the call still runs."""
-        return self.end.exception() if self.end.done() else None  # type: ignore[return-value]
+        return self.exception() if self.done() else None  # type: ignore[return-value]
 
     def on_done(self, callback: Step, /) -> None:
         """Calls back from the progress thread, or now if the call is over."""
-        self.end.add_done_callback(lambda _: callback())
+        self.add_done_callback(lambda _: callback())
 
 
 class ProgressThread:
@@ -153,9 +146,9 @@ class ProgressThread:
             try:
                 rest()
             except BaseException as error:
-                pending.end.set_exception(error)
+                pending.set_exception(error)
             else:
-                pending.end.set_result(None)
+                pending.set_result(None)
             del rest, pending  # the tensors are the caller's again, also while this thread lives on
 
 

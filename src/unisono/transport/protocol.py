@@ -6,7 +6,7 @@ and calls one verb of it. Transports are
     unisono._core.Communicator   the core, on groups of ours; the protocol is its Python interface
     GlooTransport                gloo: send and receive in place
     ListsTransport               nccl, hccl, xccl: list forms that take unequal tensors
-    RootedTransport              any other backend: one broadcast, or one reduce, per rank
+    BackendTransport             any other backend: one broadcast, or one reduce, per rank
 
 A new one is a file beside these and a line in ``find.py``; the tests in ``tests/transports`` take it by its name.
 
@@ -50,15 +50,13 @@ class Transport(Protocol):
         """The cache that all ranks share; pieces of fused products are cut to fit it. 0: do not cut."""
 
     def all_reduce(
-        self, tensor: Tensor, out: Output, op: Any, factor: Factor, timeout_s: Seconds,
-        async_op: bool, /,
-    ) -> Any:  # fmt: skip
+        self, tensor: Tensor, out: Output, op: Any, factor: Factor, timeout_s: Seconds, async_op: bool, /
+    ) -> Any:
         """Combines ``tensor`` over all ranks into ``out``, or in place."""
 
     def reduce(
-        self, tensor: Tensor, root: int, out: Output, op: Any, factor: Factor, timeout_s: Seconds,
-        async_op: bool, /,
-    ) -> Any:  # fmt: skip
+        self, tensor: Tensor, root: int, out: Output, op: Any, factor: Factor, timeout_s: Seconds, async_op: bool, /
+    ) -> Any:
         """As all_reduce, on the root only; other ranks' tensors stay as they are."""
 
     def broadcast(self, tensor: Tensor, root: int, out: Output, timeout_s: Seconds, async_op: bool, /) -> Any:
@@ -74,14 +72,12 @@ class Transport(Protocol):
     ) -> Any: ...  # fmt: skip
 
     def gather(
-        self, output: Output, input: Tensor, root: int, counts: Counts, timeout_s: Seconds,
-        async_op: bool, /,
-    ) -> Any: ...  # fmt: skip
+        self, output: Output, input: Tensor, root: int, counts: Counts, timeout_s: Seconds, async_op: bool, /
+    ) -> Any: ...
 
     def scatter(
-        self, output: Output, input: Tensors | None, root: int, counts: Counts, timeout_s: Seconds,
-        async_op: bool, /,
-    ) -> Any: ...  # fmt: skip
+        self, output: Output, input: Tensors | None, root: int, counts: Counts, timeout_s: Seconds, async_op: bool, /
+    ) -> Any: ...
 
     def all_to_all(
         self, output: Output, input: Tensors, output_counts: Counts, input_counts: Counts, timeout_s: Seconds,
