@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .gemm import DTYPES, PreparedWeight
+from .gemm import DTYPES
 from .plan import Plan, Shape, Splits
+from .run import flat_of
 
 REDUCE_OPS = ("sum", "avg", "max", "min")
 
@@ -27,40 +28,21 @@ class Options(NamedTuple):
     backward: str = "all_reduce"
 
 
-def tensor_list(what: Any, argument: str, also: type | None = None) -> list[Any]:
-    """A list of tensors, or of another type also; one alone is a list of one."""
+def read_tensors(what: Any, argument: str, one: bool = False, also: type | None = None) -> list[Any]:
+    """A list of tensors, or of another type also, from a list or one alone; with ``one``, from one alone only."""
     kinds = (torch.Tensor,) if also is None else (torch.Tensor, also)
-    if isinstance(what, kinds):
-        return [what]
-    if not isinstance(what, (list, tuple)):
-        raise TypeError(f"argument '{argument}' must be a list of tensors, got {type(what).__name__}")
-    for i, t in enumerate(what):
-        if not isinstance(t, kinds):
-            raise TypeError(f"argument '{argument}[{i}]' must be a torch.Tensor, got {type(t).__name__}")
-    return list(what)
+    if isinstance(what, (list, tuple)) and not one:
+        for i, t in enumerate(what):
+            if not isinstance(t, kinds):
+                raise TypeError(f"argument '{argument}[{i}]' must be a torch.Tensor, got {type(t).__name__}")
+        return list(what)
+    if not isinstance(what, kinds):
+        wanted = "torch.Tensor" if one else "list of tensors"
+        raise TypeError(f"argument '{argument}' must be a {wanted}, got {type(what).__name__}")
+    return [what]
 
 
-def one_pair(x: Any, weight: Any) -> tuple[list[torch.Tensor], list[Any]]:
-    """A tensor and a weight as lists of one."""
-    for argument, t, kinds in (("x", x, torch.Tensor), ("weight", weight, (torch.Tensor, PreparedWeight))):
-        if not isinstance(t, kinds):
-            raise TypeError(f"argument '{argument}' must be a torch.Tensor, got {type(t).__name__}")
-    return [x], [weight]
-
-
-def pair_lists(x: Any, weight: Any) -> tuple[list[torch.Tensor], list[Any]]:
-    """x and weights as lists that are not empty; a weight of three dimensions is a list of matrices."""
-    if isinstance(weight, torch.Tensor) and weight.dim() == 3:
-        weight = weight.unbind(0)
-    xs, weights = tensor_list(x, "x"), tensor_list(weight, "weight", PreparedWeight)
-    if not xs or not weights:
-        raise ValueError(
-            f"Neither x nor weight could be empty.\n  got {len(xs)} tensors in x, {len(weights)} in weight"
-        )
-    return xs, weights
-
-
-def number_list(what: Any, argument: str) -> Shape:
+def read_numbers(what: Any, argument: str) -> Shape:
     """Whole numbers from a list, a tuple, a torch.Size, an integer tensor or array."""
     if isinstance(what, torch.Tensor) and (what.dim() != 1 or what.dtype.is_floating_point or what.dtype.is_complex):
         raise TypeError(f"argument '{argument}' must be a 1-D tensor of whole numbers, got {what.dtype} {what.dim()}-D")
@@ -75,23 +57,17 @@ def number_list(what: Any, argument: str) -> Shape:
     return tuple(n.__index__() for n in listed)
 
 
-def read_groups(group_list: Any, split_item: Any) -> tuple[Shape | None, int]:
-    if isinstance(split_item, bool) or not isinstance(split_item, int):
-        raise TypeError(f"argument 'split_item' must be 0, 1, 2 or 3, got {split_item!r}")
-    return None if group_list is None else number_list(group_list, "group_list"), split_item
-
-
-def split_lists(what: Any, one: bool) -> Splits:
+def read_splits(what: Any, one: bool) -> Splits:
     """Rows per rank for every tensor, or for the one that there is; None and an empty list mean equal splits."""
     if what is None or (isinstance(what, (list, tuple)) and not what):
         return None
     if one:
-        return (number_list(what, "split_sizes"),)
+        return (read_numbers(what, "split_sizes"),)
     if isinstance(what, torch.Tensor):
         what = what.tolist()
     if not isinstance(what, (list, tuple)) or not all(hasattr(split, "__len__") for split in what):
         raise TypeError(f"argument 'split_sizes' must be a list of lists, one per tensor, got {what!r}")
-    return tuple(number_list(split, f"split_sizes[{i}]") for i, split in enumerate(what))
+    return tuple(read_numbers(split, f"split_sizes[{i}]") for i, split in enumerate(what))
 
 
 def check_options(options: Options, bias: bool) -> None:
@@ -127,12 +103,11 @@ def check_dtypes(x: Sequence[Any], weight: Sequence[Any], bias: Sequence[Any]) -
             raise TypeError(f"argument 'bias[{i}]' must be of a floating-point dtype, got {t.dtype}")
 
 
-def bias_list(biases: list[Any], columns: Sequence[int]) -> list[torch.Tensor]:
+def fit_bias(biases: list[Any], columns: Sequence[int]) -> list[torch.Tensor]:
     """A bias per group, or none: an empty list, and lists of nothing but None or empty tensors all mean none."""
     if all(b is None or b.numel() == 0 for b in biases) and (len(biases) != len(columns) or any(columns)):
         return []
-    if len(biases) != len(columns):
-        raise ValueError(f"argument 'bias' must have one tensor per weight: expected {len(columns)}, got {len(biases)}")
+    _check_length(biases, "bias", columns, "weight")
     for i, (b, n) in enumerate(zip(biases, columns, strict=True)):
         if b is None or b.numel() != n or b.dim() > 2 or (b.dim() and b.shape[-1] != n):
             shape = "None" if b is None else list(b.shape)
@@ -140,16 +115,21 @@ def bias_list(biases: list[Any], columns: Sequence[int]) -> list[torch.Tensor]:
     return biases
 
 
-def check_residual(tensors: list[torch.Tensor], plan: Plan, dtype: torch.dtype) -> None:
-    """One per output, shaped like it."""
-    if len(tensors) != len(plan.outputs):
-        raise ValueError(
-            f"argument 'residual' must have one tensor per output: expected {len(plan.outputs)}, got {len(tensors)}"
-        )
+def fit_residual(tensors: list[torch.Tensor], plan: Plan, dtype: torch.dtype) -> torch.Tensor:
+    """The residuals, one per output and shaped like it, as one flat tensor."""
+    _check_length(tensors, "residual", plan.outputs, "output")
     for i, (t, shape) in enumerate(zip(tensors, plan.outputs, strict=True)):
-        if tuple(t.shape) != tuple(shape):
+        if t.shape != shape:
             raise ValueError(
                 f"argument 'residual[{i}]' must be shaped like the output, {list(shape)}, got {list(t.shape)}"
             )
         if t.dtype != dtype:
             raise TypeError(f"argument 'residual[{i}]' must have the dtype of x, {dtype}, got {t.dtype}")
+    return flat_of(tensors)
+
+
+def _check_length(tensors: Sequence[Any], argument: str, like: Sequence[Any], of: str) -> None:
+    if len(tensors) != len(like):
+        raise ValueError(
+            f"argument '{argument}' must have one tensor per {of}: expected {len(like)}, got {len(tensors)}"
+        )

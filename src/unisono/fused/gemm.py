@@ -41,6 +41,8 @@ class PreparedWeight:
     memory again. The layout is that of this process's CPU.
     """
 
+    requires_grad = False
+
     def __init__(self, weight: torch.Tensor) -> None:
         if not isinstance(weight, torch.Tensor):
             raise TypeError(f"PreparedWeight takes a torch.Tensor, got {type(weight).__name__}")

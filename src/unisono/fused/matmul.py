@@ -18,18 +18,16 @@ from . import operators as fused_ops
 from . import run as fused_run
 from .arguments import (
     Options,
-    bias_list,
     check_dtypes,
     check_options,
-    check_residual,
-    one_pair,
-    pair_lists,
-    read_groups,
-    split_lists,
-    tensor_list,
+    fit_bias,
+    fit_residual,
+    read_numbers,
+    read_splits,
+    read_tensors,
 )
 from .gemm import PreparedWeight
-from .plan import Splits, planned
+from .plan import planned
 from .run import flat_of, parts_of
 
 Weight: TypeAlias = torch.Tensor | PreparedWeight
@@ -94,8 +92,8 @@ def grouped_matmul_all_reduce(
     >>> run_ranks(2, main)                                                                    # doctest: +SKIP
     [[[13.0, 13.0, 13.0], [13.0, 13.0, 13.0]], [[13.0, 13.0, 13.0], [13.0, 13.0, 13.0]]]
     """
-    options = Options(scale, reduce_op, comm_turn, bias_mode, backward)
-    return _fused("grouped_matmul_all_reduce", x, weight, group, bias, residual, options, group_list, split_item)
+    what, options = "grouped_matmul_all_reduce", Options(scale, reduce_op, comm_turn, bias_mode, backward)
+    return _fused(what, "", x, weight, group, bias, residual, options, None, group_list, split_item)
 
 
 def matmul_all_reduce(
@@ -119,7 +117,7 @@ def matmul_all_reduce(
         rank 1  [[10]] @ [[4, 5]]    ->  [[42, 53]]
     """
     options = Options(scale, reduce_op, comm_turn, bias_mode, backward)
-    return _fused("matmul_all_reduce", *one_pair(x, weight), group, bias, residual, options)[0]
+    return _fused("matmul_all_reduce", "", x, weight, group, bias, residual, options, one=True)[0]
 
 
 def matmul_reduce_scatter(
@@ -143,9 +141,8 @@ def matmul_reduce_scatter(
         split_sizes [1, 2]   rank 0  [[1], [2], [3]] @ [[1, 1]]        [[11, 11]]
                              rank 1  [[1], [2], [3]] @ [[10, 10]]  ->  [[22, 22], [33, 33]]
     """
-    options, splits = Options(scale, reduce_op, comm_turn, bias_mode), split_lists(split_sizes, one=True)
-    pair = one_pair(x, weight)
-    return _fused("matmul_reduce_scatter", *pair, group, bias, residual, options, cut="output", splits=splits)[0]
+    what, options = "matmul_reduce_scatter", Options(scale, reduce_op, comm_turn, bias_mode)
+    return _fused(what, "output", x, weight, group, bias, residual, options, split_sizes, one=True)[0]
 
 
 def grouped_matmul_reduce_scatter(
@@ -169,8 +166,7 @@ def grouped_matmul_reduce_scatter(
     output (split_item 2 and 3); equal if None. ``residual`` is shaped like this rank's results.
     """
     what, options = "grouped_matmul_reduce_scatter", Options(scale, reduce_op, comm_turn, bias_mode)
-    splits = split_lists(split_sizes, one=split_item in (2, 3))
-    return _fused(what, x, weight, group, bias, residual, options, group_list, split_item, "output", splits)
+    return _fused(what, "output", x, weight, group, bias, residual, options, split_sizes, group_list, split_item)
 
 
 def all_gather_matmul(
@@ -192,8 +188,8 @@ def all_gather_matmul(
 
     The gradient of x is summed over the ranks.
     """
-    pair, splits = one_pair(x, weight), split_lists(split_sizes, one=True)
-    return _fused("all_gather_matmul", *pair, group, bias, residual, Options(scale), cut="x", splits=splits)[0]
+    what, options = "all_gather_matmul", Options(scale)
+    return _fused(what, "x", x, weight, group, bias, residual, options, split_sizes, one=True)[0]
 
 
 def all_gather_grouped_matmul(
@@ -213,8 +209,8 @@ def all_gather_grouped_matmul(
     ``split_sizes`` has rows of dim 0 per rank: a list for every x (split_item 0 and 2), or one list for the one x
     (split_item 1 and 3); equal if None. ``group_list`` speaks of the gathered rows. The bias is added in full.
     """
-    what, splits = "all_gather_grouped_matmul", split_lists(split_sizes, one=split_item in (1, 3))
-    return _fused(what, x, weight, group, bias, residual, Options(scale), group_list, split_item, "x", splits)
+    what, options = "all_gather_grouped_matmul", Options(scale)
+    return _fused(what, "x", x, weight, group, bias, residual, options, split_sizes, group_list, split_item)
 
 
 # -- the way of a call
@@ -222,27 +218,38 @@ def all_gather_grouped_matmul(
 
 def _fused(
     what: str,
+    cut: str,
     x: Any,
     weight: Any,
     group: GroupLike,
     bias: Any,
     residual: Any,
     options: Options,
+    split_sizes: Any = None,
     group_list: Any = None,
     split_item: Any = 0,
-    cut: str = "",
-    splits: Splits = None,
+    one: bool = False,
 ) -> list[torch.Tensor]:
-    """The way of every call: read and check, gather x if ``cut`` says so, multiply and reduce, cut out the outputs.
+    """The way of every call: read, plan, check, gather x, multiply and reduce, cut out the outputs.
 
-    It goes through the operators if torch is to see it: for gradients, or because it compiles.
+    ``cut`` says what split_sizes are about, "x" (gathered) or "output" (scattered); ``one``: x and weight are tensors,
+    not lists. Torch sees operators if it takes gradients or compiles, else they are passed by.
     """
-    xs, weights = pair_lists(x, weight)
-    biases = tensor_list([] if bias is None else bias, "bias", type(None))
-    residuals = [] if residual is None else tensor_list(residual, "residual")
+    if isinstance(weight, torch.Tensor) and weight.dim() == 3 and not one:
+        weight = weight.unbind(0)
+    xs, weights = read_tensors(x, "x", one), read_tensors(weight, "weight", one, PreparedWeight)
+    biases = [] if bias is None else read_tensors(bias, "bias", also=type(None))
+    residuals = [] if residual is None else read_tensors(residual, "residual")
+    if not xs or not weights:
+        raise ValueError(
+            f"Neither x nor weight could be empty.\n  got {len(xs)} tensors in x, {len(weights)} in weight"
+        )
+    if isinstance(split_item, bool) or not isinstance(split_item, int):
+        raise TypeError(f"argument 'split_item' must be 0, 1, 2 or 3, got {split_item!r}")
+    totals = None if group_list is None else read_numbers(group_list, "group_list")
+    splits = read_splits(split_sizes, one or split_item in ((1, 3) if cut == "x" else (2, 3)))
     seen = torch.compiler.is_compiling() or (
-        torch.is_grad_enabled()
-        and any(getattr(t, "requires_grad", False) for t in (*xs, *weights, *biases, *residuals))
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in xs + weights + biases + residuals)
     )
     if seen:
         found, (rank, size, name) = None, place("a fused matmul", group)
@@ -250,25 +257,22 @@ def _fused(
         found, name = transport("a fused matmul", group, xs[0]), None
         rank, size = found.rank, found.size
 
-    shapes = tuple(tuple(t.shape) for t in xs), tuple(tuple(w.shape) for w in weights)
-    plan = planned(what, *shapes, *read_groups(group_list, split_item), cut, splits, rank, size)
-    biases = bias_list(biases, plan.columns)
+    shapes = tuple([t.shape for t in xs]), tuple([w.shape for w in weights])
+    plan = planned(what, *shapes, totals, split_item, cut, splits, rank, size)
+    biases = fit_bias(biases, plan.columns) if biases else biases
     check_dtypes(xs, weights, biases)
     check_options(options, bool(biases))
-    if residual is not None:
-        check_residual(residuals, plan, xs[0].dtype)
+    extra = None if residual is None else fit_residual(residuals, plan, xs[0].dtype)
 
     if cut == "x":
-        flat = flat_of(xs)
         if seen:
-            whole = fused_ops.gather_values(flat, name, plan.x_counts, rank, size)
+            whole = fused_ops.gather_values(flat_of(xs), name, plan.x_counts, rank, size)
         else:
-            whole = fused_run.gather_values(found, flat, plan.x_counts)
+            whole = fused_run.gather_values(found, flat_of(xs), plan.x_counts)
         xs = parts_of(whole, plan.gathered)
         found, rank, size, name = None, 0, 1, None  # the products are this rank's alone
     xs = [t if t.dim() == 2 else t.reshape(m, t.shape[-1]) for t, m in zip(xs, plan.rows, strict=False)]
     ready = [w.for_rows(m) if isinstance(w, PreparedWeight) else w for w, m in zip(weights, plan.rows, strict=True)]
-    extra = flat_of(residuals) if residuals else None
     share = 1 / size if options.reduce_op == "sum" and options.bias_mode == "mean" else 1.0
     how = options.reduce_op, float(options.scale), share, options.comm_turn
     if seen:

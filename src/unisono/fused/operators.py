@@ -63,7 +63,7 @@ def _multiply(
     a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], rows: Any, columns: Any, bias: Any = (), share: float = 1.0
 ) -> torch.Tensor:
     """This rank's products alone, one behind the other."""
-    reduction = [], "sum", 1.0, share, 0, ""
+    reduction: tuple[Any, ...] = [], "sum", 1.0, share, 0, ""
     product: torch.Tensor = matmul_reduce(a, b, bias, None, "backward", None, rows, columns, *reduction, 0, 1)
     return product
 
@@ -92,7 +92,8 @@ def _products_gradient(ctx: Any, grad: torch.Tensor, x: Any, weight: Any, bias: 
         # To the ranks whose product it was; ranks that tie share it.
         products = _multiply([t.to(grad.dtype) for t in x], weight, rows, columns, bias, bias_share)
         chosen: torch.Tensor = (products == reduce_values(products, group, [], reduce_op, *seat)).to(grad.dtype)
-        return grad * chosen / reduce_values(chosen, group, [], "sum", *seat)
+        ties: torch.Tensor = reduce_values(chosen, group, [], "sum", *seat)
+        return grad * chosen / ties
     return grad
 
 

@@ -1,4 +1,4 @@
-"""What a fused matmul is asked to do: shapes and splits in, a plan of numbers out, or an error that names what is wrong.
+"""What a fused matmul is asked to do: shapes and splits in, a plan of numbers out, or an error that says what is wrong.
 
 A *group* (of the product, not of ranks) is one pair of matrices, ``[m, k] @ [k, n]``. The products of all groups form
 one flat space of elements, group after group, row after row; a *piece* is a range of rows of that space that is
@@ -131,7 +131,8 @@ def plan_groups(
                 f"When split_item = 2 or 3, all weights must have the same number of columns: "
                 f"weight[0] has {columns[0]}, weight[{i}] has {n}"
             )
-    counts = x_counts = ()
+    counts: Shape = ()
+    x_counts: Shape = ()
     if cut == "x":
         splits, x_counts = _split(cut, x, splits, rank, size)
         x = tuple((sum(split), *shape[1:]) for shape, split in zip(x, splits, strict=True))
