@@ -38,8 +38,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Plan:
-    """All sizes of one call. ``counts`` has the elements of every output for every rank, if the result is scattered;
-    ``gathered`` the shapes of every x on all ranks together, and ``x_counts`` their elements for every rank."""
+    """All sizes of one call.
+
+    ``counts`` has the elements of every output for every rank, if the result is scattered; ``gathered`` and
+    ``x_counts`` the shape of every x on all ranks together and its elements for every rank, if x is gathered.
+    """
 
     what: str
     rows: Shape
