@@ -78,76 +78,69 @@ class ArgumentTypeError(ArgumentError, TypeError):
     """An argument of a wrong type, or with a wrong dtype."""
 
 
-# Rule -> class and text. The first block is in the order of `Rule` in core/python/errors.h, where the core picks one.
-_RULES: dict[str, tuple[type[ArgumentError], str]] = {
-    "whole_number": (ArgumentTypeError, "{argument} must be a whole number, got {got!r}"),
-    "not_negative": (ArgumentValueError, "{argument} must not be negative, got {got}"),
-    "rank_range": (ArgumentValueError, "{argument} must be a rank from 0 to {expected}, got {got}"),
-    "another_rank": (ArgumentValueError, "{argument} must be another rank than this one, {got}"),
-    "list_length": (ArgumentValueError, "{argument} must have one tensor per rank: expected {expected}, got {got}"),
-    "list_dtype": (ArgumentTypeError, "{argument} has dtype {got}, the first has {expected}"),
-    "divides": (
-        ArgumentValueError,
-        "{argument} has {got} elements, which do not divide into {expected} equal parts; give '{other}'",
-    ),
-    "counts_sequence": (ArgumentTypeError, "{argument} must be a sequence of whole numbers, got {got!r}"),
-    "counts_length": (ArgumentValueError, "{argument} must have one number per rank: expected {expected}, got {got}"),
-    "counts_negative": (ArgumentValueError, "{argument} must not be negative, got {got} for rank {index}"),
-    "counts_sum": (ArgumentValueError, "{argument} must add up to the {expected} elements of '{other}', got {got!r}"),
-    "dtype_of": (ArgumentTypeError, "{argument} must have the dtype of '{other}', {expected}, got {got}"),
-    "size_of": (
-        ArgumentValueError,
-        "{argument} must have as many elements as '{other}': expected {expected}, got {got}",
-    ),
+# Rule -> text. The first block is in the order of `Rule` in core/python/errors.h, where the core picks one.
+_RULES: dict[str, str] = {
+    "whole_number": "{argument} must be a whole number, got {got!r}",
+    "not_negative": "{argument} must not be negative, got {got}",
+    "rank_range": "{argument} must be a rank from 0 to {expected}, got {got}",
+    "another_rank": "{argument} must be another rank than this one, {got}",
+    "list_length": "{argument} must have one tensor per rank: expected {expected}, got {got}",
+    "list_dtype": "{argument} has dtype {got}, the first has {expected}",
+    "divides": "{argument} has {got} elements, which do not divide into {expected} equal parts; give '{other}'",
+    "counts_sequence": "{argument} must be a sequence of whole numbers, got {got!r}",
+    "counts_length": "{argument} must have one number per rank: expected {expected}, got {got}",
+    "counts_negative": "{argument} must not be negative, got {got} for rank {index}",
+    "counts_sum": "{argument} must add up to the {expected} elements of '{other}', got {got!r}",
+    "dtype_of": "{argument} must have the dtype of '{other}', {expected}, got {got}",
+    "size_of": "{argument} must have as many elements as '{other}': expected {expected}, got {got}",
     "part_size": (
-        ArgumentValueError,
-        "{argument} must have as many elements as this rank's part of '{other}': expected {expected}, got {got}",
+        "{argument} must have as many elements as this rank's part of '{other}': expected {expected}, got {got}"
     ),
     "own_part_size": (
-        ArgumentValueError,
-        "{argument} must have as many elements from this rank as '{other}' has for it: expected {expected}, got {got}",
+        "{argument} must have as many elements from this rank as '{other}' has for it: expected {expected}, got {got}"
     ),
-    "overlap": (ArgumentValueError, "{argument} must not overlap '{other}'"),
-    "overlap_partly": (
-        ArgumentValueError,
-        "{argument} overlaps '{other}' partly; give the same memory or memory apart",
-    ),
-    "overlap_part": (ArgumentValueError, "{argument} overlaps '{other}' and is not exactly this rank's part of it"),
-    "op_name": (ArgumentValueError, "{argument} must be one of {expected}, or a torch ReduceOp, got {got!r}"),
-    "op_dtype": (ArgumentTypeError, "{argument}: {got} is not defined for {expected}"),
-    "factor_missing": (ArgumentValueError, "{argument} must be given for op 'premul_sum'"),
-    "factor_foreign": (ArgumentValueError, "{argument} belongs to op 'premul_sum', got op {got!r}"),
-    "timeout_number": (ArgumentTypeError, "{argument} must be a number of seconds, got {got!r}"),
-    "timeout_positive": (ArgumentValueError, "{argument} must be positive, got {got:f}"),
-    "not_tensor": (ArgumentTypeError, "{argument} must be a torch.Tensor, got {got}"),
-    "dense": (
-        ArgumentValueError,
-        "{argument} must be a dense CPU tensor, got device {got[0]}, layout {got[1]}, dtype {got[2]}",
-    ),
-    "device": (ArgumentValueError, "{argument} must be on the CPU, got device {got}"),
-    "dtype_known": (ArgumentTypeError, "{argument} has dtype {got}, which unisono does not know"),
-    "contiguous": (ArgumentValueError, "{argument} must be contiguous, got shape {got[0]} with strides {got[1]}"),
-    "lazy": (
-        ArgumentValueError,
-        "{argument} is a lazily conjugated or negated view; call resolve_conj() or resolve_neg() first",
-    ),
-    "no_memory": (ArgumentValueError, "{argument} has no memory (a fake or meta tensor)"),
-    "matrix": (ArgumentTypeError, "{argument} must be a CPU matrix of float16, bfloat16 or float32"),
-    "like": (ArgumentValueError, "{argument} must have the dtype and the number of elements of '{other}'"),
-    "inputs_and_factors": (
-        ArgumentValueError,
-        "{argument} must have at least one tensor, and '{other}' a number for each",
-    ),
-    "float32_size": (ArgumentValueError, "{argument} must be float32 of {expected} elements, got {got}"),
-    "matrix_size": (ArgumentValueError, "{argument} must be a matrix of {expected}, got {got}"),
-    "own_elements": (ArgumentValueError, "{argument} must have the {expected} elements this rank gets, got {got}"),
-    "shared": (ArgumentValueError, "{argument} is not in this process's shared memory"),
-    "outside_heap": (ArgumentValueError, "{argument} lies outside of that rank's heap, got {got}"),
-    "group_size": (ArgumentValueError, "a group has 1 to {expected} ranks, a name for each and a nonce of 16 bytes"),
+    "overlap": "{argument} must not overlap '{other}'",
+    "overlap_partly": "{argument} overlaps '{other}' partly; give the same memory or memory apart",
+    "overlap_part": "{argument} overlaps '{other}' and is not exactly this rank's part of it",
+    "op_name": "{argument} must be one of {expected}, or a torch ReduceOp, got {got!r}",
+    "op_dtype": "{argument}: {got} is not defined for {expected}",
+    "factor_missing": "{argument} must be given for op 'premul_sum'",
+    "factor_foreign": "{argument} belongs to op 'premul_sum', got op {got!r}",
+    "timeout_number": "{argument} must be a number of seconds, got {got!r}",
+    "timeout_positive": "{argument} must be positive, got {got:f}",
+    "not_tensor": "{argument} must be a torch.Tensor, got {got}",
+    "dense": "{argument} must be a dense CPU tensor, got device {got[0]}, layout {got[1]}, dtype {got[2]}",
+    "device": "{argument} must be on the CPU, got device {got}",
+    "dtype_known": "{argument} has dtype {got}, which unisono does not know",
+    "contiguous": "{argument} must be contiguous, got shape {got[0]} with strides {got[1]}",
+    "lazy": "{argument} is a lazily conjugated or negated view; call resolve_conj() or resolve_neg() first",
+    "no_memory": "{argument} has no memory (a fake or meta tensor)",
+    "matrix": "{argument} must be a CPU matrix of float16, bfloat16 or float32",
+    "like": "{argument} must have the dtype and the number of elements of '{other}'",
+    "inputs_and_factors": "{argument} must have at least one tensor, and '{other}' a number for each",
+    "float32_size": "{argument} must be float32 of {expected} elements, got {got}",
+    "matrix_size": "{argument} must be a matrix of {expected}, got {got}",
+    "own_elements": "{argument} must have the {expected} elements this rank gets, got {got}",
+    "shared": "{argument} is not in this process's shared memory",
+    "outside_heap": "{argument} lies outside of that rank's heap, got {got}",
+    "group_size": "a group has 1 to {expected} ranks, a name for each and a nonce of 16 bytes",
     # Broken in Python.
-    "sparse_op": (ArgumentValueError, "allreduce of sparse tensors only works with ReduceOp.SUM, got {got}"),
-    "sparse_layout": (ArgumentValueError, "all_reduce takes dense and sparse COO tensors, got layout {got}"),
-    "tag_negative": (ArgumentValueError, "Tag must be nonnegative"),
+    "sparse_op": "allreduce of sparse tensors only works with ReduceOp.SUM, got {got}",
+    "sparse_layout": "all_reduce takes dense and sparse COO tensors, got layout {got}",
+    "tag_negative": "Tag must be nonnegative",
+}
+
+# The rules whose breach is an ArgumentTypeError; of all others it is an ArgumentValueError.
+_TYPE_RULES = {
+    "whole_number",
+    "list_dtype",
+    "counts_sequence",
+    "dtype_of",
+    "op_dtype",
+    "timeout_number",
+    "not_tensor",
+    "dtype_known",
+    "matrix",
 }
 
 
@@ -158,10 +151,10 @@ def make_argument_error(
 
     ``other`` is another argument the rule is about, ``index`` a place in a list.
     """
-    kind, template = _RULES[rule]
+    kind = ArgumentTypeError if rule in _TYPE_RULES else ArgumentValueError
     listed = ", ".join(expected) if isinstance(expected, list) else expected
     named = f"argument '{argument}'"
-    error = kind(template.format(argument=named, expected=listed, got=got, other=other, index=index))
+    error = kind(_RULES[rule].format(argument=named, expected=listed, got=got, other=other, index=index))
     error.rule, error.argument, error.expected, error.got = rule, argument, expected, got
     return error
 

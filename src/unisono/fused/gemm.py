@@ -17,6 +17,7 @@ import torch
 from .. import _core
 from ..base import settings
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FEW_ROWS = 4  # as in core/kernels/gemm.cc: up to here the core reads a weight where it is
 _BLOCK = 1 << 18  # elements of a 16-bit weight that are turned into float32 at a time: half of a usual L2 cache
 _MANY_ROWS = 128  # from here on torch's float32 matmul is about as fast as the core in one thread, and can use more
@@ -39,6 +40,8 @@ class PreparedWeight:
     change afterwards. It holds the weight itself, for calls with few rows, and twice (16 bit) or once (32 bit) as much
     memory again. The layout is that of this process's CPU.
     """
+
+    requires_grad = False
 
     def __init__(self, weight: torch.Tensor) -> None:
         if not isinstance(weight, torch.Tensor):
@@ -97,33 +100,28 @@ def multiply(
     on_cpu = out.dtype is torch.float32 and out.device.type == "cpu"
     if on_cpu and _is_for_core(a[0].dtype, max([x.shape[0] for x in a])):
         _core.multiply(a, b, columns, out, bias)
-    else:
-        _by_torch(out, a, b, columns, bias)
-
-
-def _by_torch(
-    out: torch.Tensor,
-    a: Sequence[torch.Tensor],
-    b: Sequence[torch.Tensor],
-    columns: Sequence[int],
-    bias: Sequence[torch.Tensor] | None,
-) -> None:
+        return
     at = 0
     for i, (x, w, n) in enumerate(zip(a, b, columns, strict=True)):
-        m, k = x.shape
-        y = out[at : at + m * n].view(m, n)
-        at += m * n
+        end = at + x.shape[0] * n
+        y = out[at:end].view(x.shape[0], n)
         if w.dim() == 3:  # panels fit the core only
             _core.multiply([x], [w], [n], y, [bias[i]] if bias else None)
-            continue
-        x = x.to(out.dtype)
-        step = n if w.dtype is out.dtype else max(64, _BLOCK // max(k, 1))
-        for j in range(0, n, step):
-            block = w[:, j : j + step].to(out.dtype)
-            if bias is None:
-                torch.mm(x, block, out=y[:, j : j + step])
-            else:
-                torch.addmm(bias[i][j : j + step], x, block, out=y[:, j : j + step])
+        else:
+            _by_torch(y, x, w, bias[i] if bias else None)
+        at = end
+
+
+def _by_torch(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    k, n = weight.shape
+    x = x.to(y.dtype)
+    step = n if weight.dtype is y.dtype else max(64, _BLOCK // max(k, 1))
+    for j in range(0, n, step):
+        block = weight[:, j : j + step].to(y.dtype)
+        if bias is None:
+            torch.mm(x, block, out=y[:, j : j + step])
+        else:
+            torch.addmm(bias[j : j + step], x, block, out=y[:, j : j + step])
 
 
 def _is_for_core(dtype: torch.dtype, rows: int) -> bool:

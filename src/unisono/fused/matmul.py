@@ -7,20 +7,28 @@ says which ranks take part: None, a name, a torch ProcessGroup of any backend, o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 
-from ..calls.groups import member, transport
-from ..group import names as groups
+from ..calls.groups import place, transport
 from ..group.names import GroupLike
 from . import operators as fused_ops
 from . import run as fused_run
-from .arguments import flat_residual, number_list, read_groups, read_pair, split_lists, tensor_list
+from .arguments import (
+    Options,
+    check_dtypes,
+    check_options,
+    fit_bias,
+    fit_residual,
+    read_numbers,
+    read_splits,
+    read_tensors,
+)
 from .gemm import PreparedWeight
-from .plan import Plan, check_reduction, check_splits, planned_scatter, product_of
+from .plan import planned
+from .run import flat_of, parts_of
 
 Weight: TypeAlias = torch.Tensor | PreparedWeight
 Numbers: TypeAlias = Sequence[int] | torch.Tensor
@@ -84,11 +92,8 @@ def grouped_matmul_all_reduce(
     >>> run_ranks(2, main)                                                                    # doctest: +SKIP
     [[[13.0, 13.0, 13.0], [13.0, 13.0, 13.0]], [[13.0, 13.0, 13.0], [13.0, 13.0, 13.0]]]
     """
-    what = "grouped_matmul_all_reduce"
-    xs, weights, biases, plan = read_groups(what, x, weight, bias, group_list, split_item)
-    check_reduction(reduce_op, bias_mode, comm_turn, backward, bool(biases))
-    flat = _run(group, plan, xs, weights, biases, residual, reduce_op, scale, bias_mode, comm_turn, backward)
-    return _outputs(flat, plan)
+    what, options = "grouped_matmul_all_reduce", Options(scale, reduce_op, comm_turn, bias_mode, backward)
+    return _fused(what, "", x, weight, group, bias, residual, options, None, group_list, split_item)
 
 
 def matmul_all_reduce(
@@ -111,10 +116,8 @@ def matmul_all_reduce(
         rank 0  [[1]] @ [[2, 3]]         [[42, 53]]
         rank 1  [[10]] @ [[4, 5]]    ->  [[42, 53]]
     """
-    xs, weights, biases, plan = read_pair("matmul_all_reduce", x, weight, bias)
-    check_reduction(reduce_op, bias_mode, comm_turn, backward, bool(biases))
-    flat = _run(group, plan, xs, weights, biases, residual, reduce_op, scale, bias_mode, comm_turn, backward)
-    return _outputs(flat, plan)[0]
+    options = Options(scale, reduce_op, comm_turn, bias_mode, backward)
+    return _fused("matmul_all_reduce", "", x, weight, group, bias, residual, options, one=True)[0]
 
 
 def matmul_reduce_scatter(
@@ -138,12 +141,8 @@ def matmul_reduce_scatter(
         split_sizes [1, 2]   rank 0  [[1], [2], [3]] @ [[1, 1]]        [[11, 11]]
                              rank 1  [[1], [2], [3]] @ [[10, 10]]  ->  [[22, 22], [33, 33]]
     """
-    xs, weights, biases, plan = read_pair("matmul_reduce_scatter", x, weight, bias)
-    check_reduction(reduce_op, bias_mode, comm_turn, "all_reduce", bool(biases))
-    splits = None if split_sizes is None else (number_list(split_sizes, "split_sizes"),)
-    plan = planned_scatter(plan, splits, *_seat(group)[1:])
-    flat = _run(group, plan, xs, weights, biases, residual, reduce_op, scale, bias_mode, comm_turn, "")
-    return _outputs(flat, plan)[0]
+    what, options = "matmul_reduce_scatter", Options(scale, reduce_op, comm_turn, bias_mode)
+    return _fused(what, "output", x, weight, group, bias, residual, options, split_sizes, one=True)[0]
 
 
 def grouped_matmul_reduce_scatter(
@@ -166,12 +165,8 @@ def grouped_matmul_reduce_scatter(
     ``split_sizes`` has rows of dim 0 per rank: a list for every output (split_item 0 and 1), or one list for the one
     output (split_item 2 and 3); equal if None. ``residual`` is shaped like this rank's results.
     """
-    what = "grouped_matmul_reduce_scatter"
-    xs, weights, biases, plan = read_groups(what, x, weight, bias, group_list, split_item)
-    check_reduction(reduce_op, bias_mode, comm_turn, "all_reduce", bool(biases))
-    plan = planned_scatter(plan, split_lists(split_sizes, split_item in (2, 3)), *_seat(group)[1:])
-    flat = _run(group, plan, xs, weights, biases, residual, reduce_op, scale, bias_mode, comm_turn, "")
-    return _outputs(flat, plan)
+    what, options = "grouped_matmul_reduce_scatter", Options(scale, reduce_op, comm_turn, bias_mode)
+    return _fused(what, "output", x, weight, group, bias, residual, options, split_sizes, group_list, split_item)
 
 
 def all_gather_matmul(
@@ -193,13 +188,8 @@ def all_gather_matmul(
 
     The gradient of x is summed over the ranks.
     """
-    _, weights, biases, _ = read_pair("all_gather_matmul", x, weight, bias)
-    seat = _seat(group)
-    splits = None if split_sizes is None else (number_list(split_sizes, "split_sizes"),)
-    (gathered,) = _gathered([x], splits, seat)
-    *_, plan = read_pair("all_gather_matmul", gathered, weight, bias)
-    flat = _run(None, plan, [gathered], weights, biases, residual, "sum", scale, "sum", 0, "", without_group=True)
-    return _outputs(flat, plan)[0]
+    what, options = "all_gather_matmul", Options(scale)
+    return _fused(what, "x", x, weight, group, bias, residual, options, split_sizes, one=True)[0]
 
 
 def all_gather_grouped_matmul(
@@ -219,98 +209,75 @@ def all_gather_grouped_matmul(
     ``split_sizes`` has rows of dim 0 per rank: a list for every x (split_item 0 and 2), or one list for the one x
     (split_item 1 and 3); equal if None. ``group_list`` speaks of the gathered rows. The bias is added in full.
     """
-    what = "all_gather_grouped_matmul"
-    one = split_item in (1, 3)
-    xs = tensor_list(x, "x")
-    gathered = _gathered(xs, split_lists(split_sizes, one), _seat(group)) if xs else xs
-    xs, weights, biases, plan = read_groups(what, gathered, weight, bias, group_list, split_item)
-    flat = _run(None, plan, xs, weights, biases, residual, "sum", scale, "sum", 0, "", without_group=True)
-    return _outputs(flat, plan)
+    what, options = "all_gather_grouped_matmul", Options(scale)
+    return _fused(what, "x", x, weight, group, bias, residual, options, split_sizes, group_list, split_item)
 
 
 # -- the way of a call
 
 
-def _seat(group: GroupLike) -> tuple[str, int, int]:
-    """The group's name, this process's rank in it, and how many there are."""
-    found = member("a fused matmul", group)
-    return groups.name_of(found), *groups.rank_and_size(found)
-
-
-# torch.compile runs it while it traces; torch.compiler.assume_constant_result would import all of the compiler.
-setattr(_seat, "_dynamo_marked_constant", True)  # noqa: B010
-
-
-def _run(
+def _fused(
+    what: str,
+    cut: str,
+    x: Any,
+    weight: Any,
     group: GroupLike,
-    plan: Plan,
-    x: Sequence[torch.Tensor],
-    weights: Sequence[Weight],
-    biases: list[torch.Tensor],
+    bias: Any,
     residual: Any,
-    reduce_op: str,
-    scale: float,
-    bias_mode: str,
-    comm_turn: int,
-    backward: str,
-    without_group: bool = False,
-) -> torch.Tensor:
-    if not torch.compiler.is_compiling() and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
-        raise ValueError(f"argument 'scale' must be a finite number, got {scale!r}")
-    extra = flat_residual(residual, plan, x[0].dtype)
-    xs = [t if t.dim() == 2 else t.reshape(m, k) for t, m, k in zip(x, plan.rows, plan.inner, strict=False)]
-    ready = [w.for_rows(m) if isinstance(w, PreparedWeight) else w for w, m in zip(weights, plan.rows, strict=True)]
-    needs_grad = torch.is_grad_enabled() and any(
-        t.requires_grad for t in (*xs, *ready, *biases, *(() if extra is None else (extra,)))
-    )
-    if needs_grad or torch.compiler.is_compiling():
-        name, rank, size = ("", 0, 1) if without_group else _seat(group)
-        share = 1 / size if reduce_op == "sum" and bias_mode == "mean" else 1.0
-        return fused_ops.matmul_reduce(  # type: ignore[no-any-return]
-            xs, ready, biases, extra, plan.what, name, list(plan.rows), list(plan.columns), list(plan.counts),
-            reduce_op, float(scale), share, comm_turn, backward, rank, size,
-        )  # fmt: skip
-    found = None if without_group else transport("a fused matmul", group, xs[0])
-    size = 1 if found is None else found.size
-    share = 1 / size if reduce_op == "sum" and bias_mode == "mean" else 1.0
-    return fused_run.run(found, plan, xs, ready, biases, share, extra, reduce_op, float(scale), comm_turn)
-
-
-def _outputs(flat: torch.Tensor, plan: Plan) -> list[torch.Tensor]:
-    """The outputs as parts of the flat result."""
-    if len(plan.outputs) == 1:
-        return [flat.view(plan.outputs[0])]
-    outputs, at = [], 0
-    for shape in plan.outputs:
-        count = product_of(shape)
-        outputs.append(flat[at : at + count].view(shape))
-        at += count
-    return outputs
-
-
-def _gathered(
-    x: list[torch.Tensor], splits: tuple[tuple[int, ...], ...] | None, seat: tuple[str, int, int]
+    options: Options,
+    split_sizes: Any = None,
+    group_list: Any = None,
+    split_item: Any = 0,
+    one: bool = False,
 ) -> list[torch.Tensor]:
-    """Every rank's rows of each x, behind one another."""
-    name, rank, size = seat
-    for i, t in enumerate(x):
-        if t.dim() < 2:
-            raise ValueError(f"argument 'x[{i}]' must have 2 or more dimensions, got {list(t.shape)}")
-    if splits is None:
-        splits = tuple((t.shape[0],) * size for t in x)
-    check_splits(splits, [sum(split) for split in splits] if len(splits) == len(x) else [0] * len(x), size, "x")
-    for i, (t, split) in enumerate(zip(x, splits, strict=True)):
-        if t.shape[0] != split[rank]:
-            raise ValueError(f"argument 'x[{i}]' must have the {split[rank]} rows of rank {rank}, got {t.shape[0]}")
-    counts = [rows * product_of(t.shape[1:]) for t, split in zip(x, splits, strict=True) for rows in split]
-    flat = torch.cat([t.reshape(-1) for t in x]) if len(x) > 1 else x[0].reshape(-1)
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and flat.requires_grad):
-        whole = fused_ops.gather_values(flat, name, counts, rank, size)
+    """The way of every call: read, plan, check, gather x, multiply and reduce, cut out the outputs.
+
+    ``cut`` says what split_sizes are about, "x" (gathered) or "output" (scattered); ``one``: x and weight are tensors,
+    not lists. Torch sees operators if it takes gradients or compiles, else they are passed by.
+    """
+    if isinstance(weight, torch.Tensor) and weight.dim() == 3 and not one:
+        weight = weight.unbind(0)
+    xs, weights = read_tensors(x, "x", one), read_tensors(weight, "weight", one, PreparedWeight)
+    biases = [] if bias is None else read_tensors(bias, "bias", also=type(None))
+    residuals = [] if residual is None else read_tensors(residual, "residual")
+    if not xs or not weights:
+        raise ValueError(
+            f"Neither x nor weight could be empty.\n  got {len(xs)} tensors in x, {len(weights)} in weight"
+        )
+    if isinstance(split_item, bool) or not isinstance(split_item, int):
+        raise TypeError(f"argument 'split_item' must be 0, 1, 2 or 3, got {split_item!r}")
+    totals = None if group_list is None else read_numbers(group_list, "group_list")
+    splits = read_splits(split_sizes, one or split_item in ((1, 3) if cut == "x" else (2, 3)))
+    seen = torch.compiler.is_compiling() or (
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in xs + weights + biases + residuals)
+    )
+    if seen:
+        found, (rank, size, name) = None, place("a fused matmul", group)
     else:
-        whole = fused_run.gather_values(transport("a fused matmul", name, flat), flat, counts)
-    parts, at = [], 0
-    for t, split in zip(x, splits, strict=True):
-        shape = (sum(split), *t.shape[1:])
-        parts.append(whole[at : at + product_of(shape)].view(shape))
-        at += product_of(shape)
-    return parts
+        found, name = transport("a fused matmul", group, xs[0]), None
+        rank, size = found.rank, found.size
+
+    shapes = tuple([t.shape for t in xs]), tuple([w.shape for w in weights])
+    plan = planned(what, *shapes, totals, split_item, cut, splits, rank, size)
+    biases = fit_bias(biases, plan.columns) if biases else biases
+    check_dtypes(xs, weights, biases)
+    check_options(options, bool(biases))
+    extra = None if residual is None else fit_residual(residuals, plan, xs[0].dtype)
+
+    if cut == "x":
+        if seen:
+            whole = fused_ops.gather_values(flat_of(xs), name, plan.x_counts, rank, size)
+        else:
+            whole = fused_run.gather_values(found, flat_of(xs), plan.x_counts)
+        xs = parts_of(whole, plan.gathered)
+        found, rank, size, name = None, 0, 1, None  # the products are this rank's alone
+    xs = [t if t.dim() == 2 else t.reshape(m, t.shape[-1]) for t, m in zip(xs, plan.rows, strict=False)]
+    ready = [w.for_rows(m) if isinstance(w, PreparedWeight) else w for w, m in zip(weights, plan.rows, strict=True)]
+    share = 1 / size if options.reduce_op == "sum" and options.bias_mode == "mean" else 1.0
+    how = options.reduce_op, float(options.scale), share, options.comm_turn
+    if seen:
+        sizes = list(plan.rows), list(plan.columns), list(plan.counts)
+        flat = fused_ops.matmul_reduce(xs, ready, biases, extra, what, name, *sizes, *how, options.backward, rank, size)
+    else:
+        flat = fused_run.run(found, plan, xs, ready, biases, extra, *how)
+    return parts_of(flat, plan.outputs)

@@ -1,14 +1,16 @@
 """The fused matmuls as operators of torch: for gradients and for torch.compile.
 
 Three operators on flat tensors, each the other's gradient: ``matmul_reduce`` (products, reduced over the ranks),
-``reduce_values`` and ``gather_values``. Groups travel by name, since graphs hold no objects; rank and size are
-arguments beside it, since ranks may share the cache of compiled graphs and shapes depend on them. Gradients are
-products too, so they take the same way: float32 sums, one rounding, never torch's 16-bit matmul. Without gradients and
-outside of torch.compile, matmul.py calls what is behind the operators directly; that saves about 30 µs.
+``reduce_values`` and ``gather_values``. Groups travel by name, since graphs hold no objects (empty: the default group,
+None: this rank alone); rank and size are arguments beside it, since ranks may share the cache of compiled graphs and
+shapes depend on them. Gradients are products too, so they take the same way: float32 sums, one rounding, never torch's
+16-bit matmul. Without gradients and outside of torch.compile, matmul.py calls what is behind the operators directly;
+that saves about 30 µs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,18 +20,11 @@ from ..calls.groups import transport
 from ..transport.protocol import Transport
 from . import run as fused_run
 from .gemm import plain_weight, wide
-from .plan import Plan
+from .plan import Plan, own_count
 
 
-def _transport(name: str, tensor: torch.Tensor) -> Transport | None:
-    """The transport of the group behind a name; the empty name is this rank alone."""
-    return transport("a fused matmul", name, tensor) if name else None
-
-
-def _plan(what: str, x: list[torch.Tensor], rows: list[int], columns: list[int], counts: list[int]) -> Plan:
-    one_x = len(x) == 1
-    inner = tuple(t.shape[1] for t in x) if not one_x else (x[0].shape[1],) * len(rows)
-    return Plan(what, tuple(rows), inner, tuple(columns), (), one_x, tuple(counts))
+def _transport(name: str | None, tensor: torch.Tensor) -> Transport | None:
+    return None if name is None else transport("a fused matmul", name or None, tensor)
 
 
 # -- matmul_reduce
@@ -42,7 +37,7 @@ def matmul_reduce(
     bias: list[torch.Tensor],
     residual: torch.Tensor | None,
     what: str,
-    group: str,
+    group: str | None,
     rows: list[int],
     columns: list[int],
     counts: list[int],
@@ -54,20 +49,28 @@ def matmul_reduce(
     rank: int,
     size: int,
 ) -> torch.Tensor:
-    plan = _plan(what, x, rows, columns, counts)
-    return fused_run.run(_transport(group, x[0]), plan, x, weight, bias, bias_share, residual, reduce_op, scale, pieces)
+    plan = Plan(what, tuple(rows), tuple(columns), (), tuple(counts))
+    return fused_run.run(_transport(group, x[0]), plan, x, weight, bias, residual, reduce_op, scale, bias_share, pieces)
 
 
 @matmul_reduce.register_fake
 def _(x, weight, bias, residual, what, group, rows, columns, counts, *rest):  # type: ignore[no-untyped-def]
     rank, size = rest[-2:]
-    count = sum(counts[rank::size]) if counts else sum(m * n for m, n in zip(rows, columns, strict=True))
-    return x[0].new_empty(count)
+    return x[0].new_empty(own_count(counts, rank, size, sum(m * n for m, n in zip(rows, columns, strict=True))))
+
+
+def _multiply(
+    a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], rows: Any, columns: Any, bias: Any = (), share: float = 1.0
+) -> torch.Tensor:
+    """This rank's products alone, one behind the other."""
+    reduction: tuple[Any, ...] = [], "sum", 1.0, share, 0, ""
+    product: torch.Tensor = matmul_reduce(a, b, bias, None, "backward", None, rows, columns, *reduction, 0, 1)
+    return product
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weight, bias, residual, *ctx.rest = inputs
-    ctx.lengths = len(x), len(weight)
+    ctx.ends = len(x), len(x) + len(weight)
     ctx.has_residual = residual is not None
     ctx.bias_forms = [(b.dtype, b.shape) for b in bias]
     ctx.save_for_backward(*x, *weight, *(bias if ctx.rest[5] in ("max", "min") else ()))
@@ -75,11 +78,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 def _products_gradient(ctx: Any, grad: torch.Tensor, x: Any, weight: Any, bias: Any) -> torch.Tensor:
     """What the flat gradient of the result is for this rank's products."""
-    what, group, rows, columns, counts, reduce_op, scale, bias_share, _, backward, *seat = ctx.rest
+    _, group, rows, columns, counts, reduce_op, scale, bias_share, _, backward, *seat = ctx.rest
     grad = grad.to(wide(grad.dtype)).contiguous()
     if counts:
         grad = gather_values(grad, group, counts, *seat)
-    elif group and backward == "all_reduce":
+    elif group is not None and backward == "all_reduce":
         grad = reduce_values(grad, group, [], "sum", *seat)
     if scale != 1:
         grad = grad * scale
@@ -87,13 +90,17 @@ def _products_gradient(ctx: Any, grad: torch.Tensor, x: Any, weight: Any, bias: 
         return grad / int(seat[1])
     if reduce_op in ("max", "min"):
         # To the ranks whose product it was; ranks that tie share it.
-        x = [t.to(grad.dtype) for t in x]
-        alone: list[Any] = ["", rows, columns, [], "sum", 1.0, bias_share, 0, "", 0, 1]
-        products = matmul_reduce(x, weight, bias, None, what, *alone)
+        products = _multiply([t.to(grad.dtype) for t in x], weight, rows, columns, bias, bias_share)
         chosen: torch.Tensor = (products == reduce_values(products, group, [], reduce_op, *seat)).to(grad.dtype)
         ties: torch.Tensor = reduce_values(chosen, group, [], "sum", *seat)
         return grad * chosen / ties
     return grad
+
+
+def _like(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+    """A flat gradient as one for each of these tensors."""
+    parts = torch.split_with_sizes(flat, [t.numel() for t in tensors])
+    return [part.view(t.shape).to(t.dtype) for part, t in zip(parts, tensors, strict=True)]
 
 
 def _wanted(flags: Any) -> bool:
@@ -102,35 +109,21 @@ def _wanted(flags: Any) -> bool:
 
 def _matmul_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     _, _, rows, columns, _, _, _, bias_share, *_ = ctx.rest
-    n_x, n_weight = ctx.lengths
-    x, weight = ctx.saved_tensors[:n_x], ctx.saved_tensors[n_x : n_x + n_weight]
-    flat = _products_gradient(ctx, grad, x, weight, list(ctx.saved_tensors[n_x + n_weight :]))
+    end_x, end_weight = ctx.ends
+    saved = ctx.saved_tensors
+    x, weight, bias = saved[:end_x], saved[end_x:end_weight], saved[end_weight:]
+    flat = _products_gradient(ctx, grad, x, weight, bias)
     blocks = torch.split_with_sizes(flat, [m * n for m, n in zip(rows, columns, strict=True)])
     of_products = [b.view(m, n) for b, m, n in zip(blocks, rows, columns, strict=True)]
-
-    def multiply(a: list[torch.Tensor], b: list[torch.Tensor]) -> torch.Tensor:
-        heights, widths = [t.shape[0] for t in a], [t.shape[1] for t in b]
-        plan: list[Any] = ["backward", "", heights, widths, [], "sum", 1.0, 1.0, 0, "", 0, 1]
-        result: torch.Tensor = matmul_reduce(a, b, [], None, *plan)
-        return result
-
-    grads_x: list[torch.Tensor | None] = [None] * n_x
+    of_x = x if len(x) == len(rows) else torch.split_with_sizes(x[0], rows)
+    inner = [t.shape[1] for t in of_x]
+    grads_x: list[torch.Tensor | None] = [None] * len(x)
     if _wanted(ctx.needs_input_grad[0]):
         plain = [plain_weight(w, n).t() for w, n in zip(weight, columns, strict=True)]
-        back = multiply(of_products, plain)
-        if n_x == 1:
-            grads_x = [back.view(x[0].shape).to(x[0].dtype)]
-        else:
-            grads_x = [
-                g.view(t.shape).to(t.dtype)
-                for g, t in zip(torch.split_with_sizes(back, [t.numel() for t in x]), x, strict=True)
-            ]
-    grads_weight: list[torch.Tensor | None] = [None] * n_weight
+        grads_x = [*_like(x, _multiply(of_products, plain, rows, inner))]
+    grads_weight: list[torch.Tensor | None] = [None] * len(weight)
     if _wanted(ctx.needs_input_grad[1]):
-        of_x = torch.split_with_sizes(x[0], rows) if n_x == 1 else x
-        back = multiply([t.t() for t in of_x], of_products)
-        parts = torch.split_with_sizes(back, [w.numel() for w in weight])
-        grads_weight = [g.view(w.shape).to(w.dtype) for g, w in zip(parts, weight, strict=True)]
+        grads_weight = [*_like(weight, _multiply([t.t() for t in of_x], of_products, inner, columns))]
     grads_bias = [
         (g.sum(0) * bias_share).to(dtype).view(shape)
         for g, (dtype, shape) in zip(of_products, ctx.bias_forms, strict=False)
@@ -148,14 +141,14 @@ matmul_reduce.register_autograd(_matmul_backward, setup_context=_save)
 
 @custom_op("unisono::reduce_values", mutates_args=())
 def reduce_values(
-    values: torch.Tensor, group: str, counts: list[int], reduce_op: str, rank: int, size: int
+    values: torch.Tensor, group: str | None, counts: list[int], reduce_op: str, rank: int, size: int
 ) -> torch.Tensor:
     return fused_run.reduce_values(_transport(group, values), values, counts, reduce_op)
 
 
 @reduce_values.register_fake
 def _(values, group, counts, reduce_op, rank, size):  # type: ignore[no-untyped-def]
-    return values.new_empty(sum(counts[rank::size]) if counts else values.numel())
+    return values.new_empty(own_count(counts, rank, size, values.numel()))
 
 
 def _save_reduce(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -177,7 +170,7 @@ reduce_values.register_autograd(_reduce_backward, setup_context=_save_reduce)
 
 
 @custom_op("unisono::gather_values", mutates_args=())
-def gather_values(values: torch.Tensor, group: str, counts: list[int], rank: int, size: int) -> torch.Tensor:
+def gather_values(values: torch.Tensor, group: str | None, counts: list[int], rank: int, size: int) -> torch.Tensor:
     return fused_run.gather_values(_transport(group, values), values, counts)
 
 

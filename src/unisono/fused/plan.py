@@ -1,4 +1,4 @@
-"""What a fused matmul is asked to do: arguments in, a plan of numbers out, or an error that names what is wrong.
+"""What a fused matmul is asked to do: shapes and splits in, a plan of numbers out, or an error that says what is wrong.
 
 A *group* (of the product, not of ranks) is one pair of matrices, ``[m, k] @ [k, n]``. The products of all groups form
 one flat space of elements, group after group, row after row; a *piece* is a range of rows of that space that is
@@ -12,38 +12,45 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 
 from ..calls.splits import Words, check
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-REDUCE_OPS = ("sum", "avg", "max", "min")
-
 Shape = tuple[int, ...]
+Splits = tuple[Shape, ...] | None  # rows per rank for every tensor, None for equal ones
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of consecutive groups: ``parts`` are (group, first row, end row), ``begin`` and ``count`` elements."""
+    """Rows of consecutive groups: ``parts`` are (group, first row, end row), ``begin`` and ``count`` elements.
+
+    ``counts`` is the part of the plan's counts that lies in it, None if there are none.
+    """
 
     parts: tuple[tuple[int, int, int], ...]
     begin: int
     count: int
+    counts: list[int] | None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All sizes of one call. ``counts`` has the elements of every output for every rank, if the result is scattered."""
+    """All sizes of one call.
+
+    ``counts`` has the elements of every output for every rank, if the result is scattered; ``gathered`` and
+    ``x_counts`` the shape of every x on all ranks together and its elements for every rank, if x is gathered.
+    """
 
     what: str
-    rows: tuple[int, ...]
-    inner: tuple[int, ...]
-    columns: tuple[int, ...]
+    rows: Shape
+    columns: Shape
     outputs: tuple[Shape, ...]
-    one_x: bool
-    counts: tuple[int, ...] = ()
+    counts: Shape = ()
+    gathered: tuple[Shape, ...] = ()
+    x_counts: Shape = ()
     _pieces: dict[int, tuple[Piece, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @functools.cached_property
@@ -67,67 +74,96 @@ class Plan:
         """The flat space in about as many pieces of nearly equal size, cut between rows."""
         pieces = self._pieces.get(wanted)
         if pieces is None:
-            pieces = self._pieces[wanted] = _cut(self.rows, self.columns, self.total, wanted)
+            pieces = self._pieces[wanted] = tuple(self._cut(wanted)) or (self._piece([], 0, 0),)
         return pieces
 
+    def _cut(self, wanted: int) -> list[Piece]:
+        pieces: list[Piece] = []
+        parts: list[tuple[int, int, int]] = []
+        begin = at = 0
+        for i, (m, n) in enumerate(zip(self.rows, self.columns, strict=True)):
+            row = 0
+            while row < m and n > 0:
+                border = self.total * (len(pieces) + 1) // wanted if len(pieces) + 1 < wanted else self.total
+                some = min(m - row, max(1, -(-(border - at) // n)))
+                parts.append((i, row, row + some))
+                row += some
+                at += some * n
+                if at >= border:
+                    pieces.append(self._piece(parts, begin, at))
+                    parts, begin = [], at
+        return pieces
 
-def _short(numbers: Sequence[int]) -> str:
-    return str(list(numbers)) if len(numbers) <= 8 else f"{list(numbers[:8])}… ({len(numbers)})"
-
-
-def _cut(rows: Shape, columns: Shape, total: int, wanted: int) -> tuple[Piece, ...]:
-    pieces: list[Piece] = []
-    parts: list[tuple[int, int, int]] = []
-    begin = at = 0
-    for i, (m, n) in enumerate(zip(rows, columns, strict=True)):
-        row = 0
-        while row < m and n > 0:
-            border = total * (len(pieces) + 1) // wanted if len(pieces) + 1 < wanted else total
-            some = min(m - row, max(1, -(-(border - at) // n)))
-            parts.append((i, row, row + some))
-            row += some
-            at += some * n
-            if at >= border:
-                pieces.append(Piece(tuple(parts), begin, at - begin))
-                parts, begin = [], at
-    return tuple(pieces) or (Piece((), 0, 0),)
-
-
-# -- checks
-
-
-def check_reduction(reduce_op: object, bias_mode: object, comm_turn: object, backward: object, bias: bool) -> None:
-    """The options that are no tensors."""
-    if reduce_op not in REDUCE_OPS:
-        raise ValueError(f"argument 'reduce_op' must be one of {', '.join(REDUCE_OPS)}, got {reduce_op!r}")
-    if bias_mode not in ("mean", "sum"):
-        raise ValueError(f"argument 'bias_mode' must be 'mean' or 'sum', got {bias_mode!r}")
-    if bias and bias_mode == "sum" and reduce_op != "sum":
-        raise ValueError(f"argument 'bias_mode' may be 'sum' for reduce_op 'sum' only, got reduce_op {reduce_op!r}")
-    if isinstance(comm_turn, bool) or not isinstance(comm_turn, int) or comm_turn < 0:
-        raise ValueError(f"argument 'comm_turn' must be a number of pieces, 0 to choose, got {comm_turn!r}")
-    if backward not in ("all_reduce", "identity"):
-        raise ValueError(f"argument 'backward' must be 'all_reduce' or 'identity', got {backward!r}")
+    def _piece(self, parts: list[tuple[int, int, int]], begin: int, end: int) -> Piece:
+        counts, at = [], 0
+        for n in self.counts:
+            counts.append(max(0, min(end, at + n) - max(begin, at)))
+            at += n
+        return Piece(tuple(parts), begin, end - begin, counts or None)
 
 
-def check_dtypes(x: Sequence[Any], weight: Sequence[Any], bias: Sequence[Any]) -> None:
-    """One dtype for x and weight, any floating one for bias, all on one device."""
-    dtype, device = x[0].dtype, x[0].device
-    if dtype not in DTYPES:
-        names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-        raise TypeError(f"argument 'x[0]' must have one of the dtypes {names}, got {dtype}")
-    for name, tensors in (("x", x), ("weight", weight)):
-        for i, t in enumerate(tensors):
-            if t.dtype != dtype:
-                raise TypeError(f"argument '{name}[{i}]' must have the dtype of x[0], {dtype}, got {t.dtype}")
-            if t.device != device:
-                raise ValueError(f"argument '{name}[{i}]' must be on the device of x[0], {device}, got {t.device}")
-    for i, t in enumerate(bias):
-        if not t.dtype.is_floating_point or t.dtype not in DTYPES:
-            raise TypeError(f"argument 'bias[{i}]' must be of a floating-point dtype, got {t.dtype}")
+def own_count(counts: Sequence[int] | None, rank: int, size: int, total: int) -> int:
+    """The elements that a rank gets: of counts (outputs × ranks) its own, all without counts."""
+    return sum(counts[rank::size]) if counts else total
 
 
-def row_totals(group_list: Sequence[int], m: int, argument: str = "group_list") -> tuple[int, ...]:
+def plan_groups(
+    what: str,
+    x: tuple[Shape, ...],
+    weight: tuple[Shape, ...],
+    group_list: Shape | None,
+    split_item: int,
+    cut: str = "",
+    splits: Splits = None,
+    rank: int = 0,
+    size: int = 1,
+) -> Plan:
+    """The plan of a grouped matmul, from shapes; see :func:`unisono.grouped_matmul_all_reduce`.
+
+    ``cut`` says which rows the ranks share: those of every "x", which are gathered, or of every "output", which are
+    scattered. ``splits`` are rows per rank for each of them.
+    """
+    if split_item not in (0, 1, 2, 3):
+        raise ValueError(f"The given split_item [{split_item}] is invalid, which must be one of 0/1/2/3")
+    one_x, one_output = split_item in (1, 3), split_item in (2, 3)
+    _check_matrices(x, weight, group_list, split_item)
+    columns = tuple(shape[1] for shape in weight)
+    for i, n in enumerate(columns):
+        if one_output and n != columns[0]:
+            raise ValueError(
+                f"When split_item = 2 or 3, all weights must have the same number of columns: "
+                f"weight[0] has {columns[0]}, weight[{i}] has {n}"
+            )
+    counts: Shape = ()
+    x_counts: Shape = ()
+    if cut == "x":
+        splits, x_counts = _split(cut, x, splits, rank, size)
+        x = tuple((sum(split), *shape[1:]) for shape, split in zip(x, splits, strict=True))
+    if one_x:
+        rows = row_totals(group_list or (), x[0][0])
+    else:
+        rows = tuple(prod(shape[:-1]) for shape in x)
+    if one_output:
+        outputs: tuple[Shape, ...] = ((sum(rows), columns[0]),)
+    elif one_x:
+        outputs = tuple(zip(rows, columns, strict=True))
+    else:
+        outputs = tuple((*shape[:-1], n) for shape, n in zip(x, columns, strict=True))
+    if cut == "output":
+        splits, counts = _split(cut, outputs, splits, rank, size)
+        outputs = tuple((split[rank], *shape[1:]) for shape, split in zip(outputs, splits, strict=True))
+    return Plan(what, rows, columns, outputs, counts, x if cut == "x" else (), x_counts)
+
+
+_kept = functools.lru_cache(maxsize=4096)(plan_groups)
+
+
+def planned(*arguments: Any) -> Plan:
+    """:func:`plan_groups`, kept, but not while compiling, where sizes may be symbols."""
+    return plan_groups(*arguments) if torch.compiler.is_compiling() else _kept(*arguments)
+
+
+def row_totals(group_list: Sequence[int], m: int) -> Shape:
     """Rows of every group, from running totals (the last is m) or counts (they add up to m).
 
     A list that is both means the same either way.
@@ -137,135 +173,77 @@ def row_totals(group_list: Sequence[int], m: int, argument: str = "group_list") 
     """
     for i, n in enumerate(group_list):
         if n < 0:
-            raise ValueError(f"argument '{argument}' must not be negative, got {n} for group {i}")
+            raise ValueError(f"argument 'group_list' must not be negative, got {n} for group {i}")
     rises = all(a <= b for a, b in itertools.pairwise(group_list))
     if rises and group_list[-1] == m:
         return tuple(b - a for a, b in zip((0, *group_list), group_list, strict=False))
     if sum(group_list) == m:
         return tuple(group_list)
     raise ValueError(
-        f"argument '{argument}' must be running totals that end in the {m} rows of x, or counts that add up to them, "
+        f"argument 'group_list' must be running totals that end in the {m} rows of x, or counts that add up to them, "
         f"got {_short(group_list)}: the last is {group_list[-1]}, the sum {sum(group_list)}"
     )
 
 
-def plan_groups(
-    what: str, x: tuple[Shape, ...], weight: tuple[Shape, ...], group_list: tuple[int, ...] | None, split_item: int
-) -> Plan:
-    """The plan of a grouped matmul, from shapes; see :func:`unisono.grouped_matmul_all_reduce`."""
-    if not x or not weight:
-        raise ValueError(f"Neither x nor weight could be empty.\n  got {len(x)} tensors in x, {len(weight)} in weight")
-    if split_item not in (0, 1, 2, 3):
-        raise ValueError(f"The given split_item [{split_item}] is invalid, which must be one of 0/1/2/3")
+def _check_matrices(x: tuple[Shape, ...], weight: tuple[Shape, ...], group_list: Any, split_item: int) -> None:
+    """As many matrices as the split item wants, of as many dimensions, that fit each other."""
+    one_x, entries = split_item in (1, 3), len(group_list or ())
     for i, shape in enumerate(weight):
         if len(shape) != 2:
             raise ValueError(f"argument 'weight[{i}]' must have 2 dimensions [K, N], got {list(shape)}")
-    if split_item in (0, 2):
-        rows = _rows_of_separate(x, weight, group_list, split_item)
-        inner = tuple(shape[-1] for shape in x)
-    else:
-        rows = _rows_of_one(x, weight, group_list, split_item)
-        inner = (x[0][1],) * len(weight)
-    for i, (k, shape) in enumerate(zip(inner, weight, strict=True)):
-        if k != shape[0]:
-            which = i if split_item in (0, 2) else 0
-            raise ValueError(
-                f"group {i}: the columns of x[{which}] must match the rows of weight[{i}], "
-                f"got x {list(x[which])} and weight {list(shape)}: {k} against {shape[0]}"
-            )
-    columns = tuple(shape[1] for shape in weight)
-    if split_item in (2, 3):
-        for i, n in enumerate(columns):
-            if n != columns[0]:
-                raise ValueError(
-                    f"When split_item = 2 or 3, all weights must have the same number of columns: "
-                    f"weight[0] has {columns[0]}, weight[{i}] has {n}"
-                )
-        outputs: tuple[Shape, ...] = ((sum(rows), columns[0]),)
-    elif split_item == 1:
-        outputs = tuple(zip(rows, columns, strict=True))
-    else:
-        outputs = tuple((*shape[:-1], n) for shape, n in zip(x, columns, strict=True))
-    return Plan(what, rows, inner, columns, outputs, one_x=split_item in (1, 3))
-
-
-def _rows_of_separate(x: tuple[Shape, ...], weight: tuple[Shape, ...], group_list: Any, split_item: int) -> Shape:
-    if len(x) != len(weight) or group_list:
-        raise ValueError(
-            "When split_item = 0 or 2, the num of x tensors must equal the num of weight tensors, "
-            "and there is supposed not to be group_list input\n"
-            f"  got {len(x)} x tensors, {len(weight)} weight tensors, group_list {group_list and list(group_list)}"
-        )
-    for i, shape in enumerate(x):
-        if len(shape) < 2 or (split_item == 2 and len(shape) != 2):
-            wanted = "2 dimensions [M, K]" if split_item == 2 else "2 or more dimensions, the last of K"
-            raise ValueError(f"argument 'x[{i}]' must have {wanted}, got {list(shape)}")
-    return tuple(product_of(shape[:-1]) for shape in x)
-
-
-def _rows_of_one(x: tuple[Shape, ...], weight: tuple[Shape, ...], group_list: Any, split_item: int) -> Shape:
-    entries = len(group_list) if group_list else 0
-    if len(x) != 1 or entries != len(weight):
+    got = f"  got {len(x)} x tensors, {len(weight)} weight tensors"
+    if one_x and (len(x) != 1 or entries != len(weight)):
         raise ValueError(
             f"When split_item = {split_item}, the num of x tensors must equal 1, "
             "and the num of weight tensors is supposed to equal the length of group_list\n"
-            f"  got {len(x)} x tensors, {len(weight)} weight tensors, {entries} entries in group_list"
+            f"{got}, {entries} entries in group_list"
         )
-    if len(x[0]) != 2:
-        raise ValueError(f"argument 'x[0]' must have 2 dimensions [M, K], got {list(x[0])}")
-    return row_totals(group_list, x[0][0])
+    if not one_x and (len(x) != len(weight) or entries):
+        raise ValueError(
+            "When split_item = 0 or 2, the num of x tensors must equal the num of weight tensors, "
+            "and there is supposed not to be group_list input\n"
+            f"{got}, group_list {group_list and list(group_list)}"
+        )
+    for i, shape in enumerate(x):
+        if len(shape) < 2 or (split_item != 0 and len(shape) > 2):
+            wanted = "2 dimensions [M, K]" if split_item else "2 or more dimensions, the last of K"
+            raise ValueError(f"argument 'x[{i}]' must have {wanted}, got {list(shape)}")
+    for i, (k, _) in enumerate(weight):
+        which = 0 if one_x else i
+        if x[which][-1] != k:
+            raise ValueError(
+                f"group {i}: the columns of x[{which}] must match the rows of weight[{i}], "
+                f"got x {list(x[which])} and weight {list(weight[i])}: {x[which][-1]} against {k}"
+            )
 
 
-def plan_scatter(plan: Plan, splits: tuple[Shape, ...] | None, rank: int, size: int) -> Plan:
-    """The plan with every output's rows cut between the ranks; ``splits`` has rows per rank for every output."""
-    if splits is None:
-        for i, shape in enumerate(plan.outputs):
-            check((), shape[0], size, _words("output", i, shape[0], size))
-        splits = tuple((shape[0] // size,) * size for shape in plan.outputs)
-    check_splits(splits, [shape[0] for shape in plan.outputs], size, "output")
-    pairs = list(zip(plan.outputs, splits, strict=True))
-    counts = tuple(rows * product_of(shape[1:]) for shape, split in pairs for rows in split)
-    outputs = tuple((split[rank], *shape[1:]) for shape, split in pairs)
-    return Plan(plan.what, plan.rows, plan.inner, plan.columns, outputs, plan.one_x, counts)
-
-
-def check_splits(splits: tuple[Shape, ...], rows: Sequence[int], size: int, of: str) -> None:
-    """Rows per rank for every tensor: as many lists as tensors, each as :func:`unisono.calls.splits.check` wants it."""
-    if len(splits) != len(rows):
-        raise ValueError(f"argument 'split_sizes' must have one list per {of}: expected {len(rows)}, got {len(splits)}")
-    for i, (split, m) in enumerate(zip(splits, rows, strict=True)):
-        words = _words(of, i, m, size)
-        if not split:
+def _split(of: str, shapes: tuple[Shape, ...], splits: Splits, rank: int, size: int) -> tuple[tuple[Shape, ...], Shape]:
+    """Rows per rank for every "x" (of which this rank has its own) or "output" (all), checked, and their elements."""
+    if splits is not None and len(splits) != len(shapes):
+        raise ValueError(
+            f"argument 'split_sizes' must have one list per {of}: expected {len(shapes)}, got {len(splits)}"
+        )
+    checked, counts = [], []
+    for i, (here, *row) in enumerate(shapes):
+        rows = here if of == "output" else here * size if splits is None else sum(splits[i])
+        words = Words(
+            uneven=f"{of} {i} has {rows} rows, which do not divide equally between {size} ranks; give 'split_sizes'",
+            length=f"argument 'split_sizes' must have one number per rank, for {of} {i}",
+            total=f"argument 'split_sizes' must add up to the {rows} rows of {of} {i}",
+            negative=f"argument 'split_sizes' must not be negative, for {of} {i}",
+            kind=ValueError,
+        )
+        split = () if splits is None else splits[i]
+        if splits is not None and not split:
             raise ValueError(f"{words.length}\n  expected {size} splits, got none")
-        check(split, m, size, words)
+        check(split, rows, size, words)
+        split = split or (rows // size,) * size
+        if of == "x" and split[rank] != here:
+            raise ValueError(f"argument 'x[{i}]' must have the {split[rank]} rows of rank {rank}, got {here}")
+        checked.append(split)
+        counts += [n * prod(row) for n in split]
+    return tuple(checked), tuple(counts)
 
 
-def _words(of: str, i: int, rows: int, size: int) -> Words:
-    return Words(
-        uneven=f"{of} {i} has {rows} rows, which do not divide equally between {size} ranks; give 'split_sizes'",
-        length=f"argument 'split_sizes' must have one number per rank, for {of} {i}",
-        total=f"argument 'split_sizes' must add up to the {rows} rows of {of} {i}",
-        negative=f"argument 'split_sizes' must not be negative, for {of} {i}",
-        kind=ValueError,
-    )
-
-
-def product_of(shape: Sequence[int]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
-
-
-_kept_groups = functools.lru_cache(maxsize=4096)(plan_groups)
-_kept_scatter = functools.lru_cache(maxsize=4096)(plan_scatter)
-
-
-def planned_groups(*arguments: Any) -> Plan:
-    """:func:`plan_groups`, kept, but not while compiling, where sizes may be symbols."""
-    return plan_groups(*arguments) if torch.compiler.is_compiling() else _kept_groups(*arguments)
-
-
-def planned_scatter(*arguments: Any) -> Plan:
-    """:func:`plan_scatter`, kept likewise."""
-    return plan_scatter(*arguments) if torch.compiler.is_compiling() else _kept_scatter(*arguments)
+def _short(numbers: Sequence[int]) -> str:
+    return str(list(numbers)) if len(numbers) <= 8 else f"{list(numbers[:8])}… ({len(numbers)})"

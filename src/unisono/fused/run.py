@@ -9,6 +9,7 @@ engine that could reduce meanwhile. Other transports reduce in the background wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
@@ -17,8 +18,8 @@ from ..base.handle import Handle
 from ..base.tensors import is_shared
 from ..transport.backend import round_products
 from ..transport.protocol import Transport
-from .gemm import multiply, wide
-from .plan import Piece, Plan
+from .gemm import DTYPES, multiply, wide
+from .plan import Piece, Plan, Shape, own_count
 
 _LEAST_PIECE = 1 << 16  # elements: 64 rows of 1024
 
@@ -29,10 +30,10 @@ def run(
     x: Sequence[torch.Tensor],
     weight: Sequence[torch.Tensor],
     bias: Sequence[torch.Tensor],
-    bias_share: float,
     residual: torch.Tensor | None,
     reduce_op: str,
     scale: float,
+    bias_share: float,
     pieces: int,
 ) -> torch.Tensor:
     """The flat result in x's dtype: all of it, or this rank's part if the plan has counts.
@@ -41,7 +42,7 @@ def run(
     """
     like = x[0]
     dtype = wide(like.dtype)
-    rows = torch.split_with_sizes(x[0], plan.rows) if plan.one_x else x
+    rows = x if len(x) == len(plan.rows) else torch.split_with_sizes(like, plan.rows)
     offsets = _bias_rows(bias, bias_share, dtype)
 
     def compute(piece: Piece, into: torch.Tensor) -> torch.Tensor:
@@ -61,22 +62,22 @@ def run(
         round_products(products, out, scale, residual)
         return out
     rank, size = transport.rank, transport.size
-    out = _new(transport, like, sum(plan.counts[rank::size]) if plan.counts else plan.total, like.dtype)
-    residual = _where_peers_read(transport, residual) if plan.counts else residual
+    out = _new(transport, like, own_count(plan.counts, rank, size, plan.total))
+    if residual is not None and plan.counts and not is_shared(residual):
+        residual = _copy(transport, residual)
     cut = plan.pieces(pieces or _pieces_for(transport, plan, dtype))
     largest = max(piece.count for piece in cut)
     scratch, handles, done = None, [], 0
     for piece in cut:
         scratch = _new(transport, like, largest, dtype) if scratch is None else scratch
         products = compute(piece, scratch[: piece.count])
-        counts = _counts_of(plan, piece) if plan.counts else None
-        mine = piece.count if counts is None else sum(counts[rank::size])
-        extra = None if residual is None else residual[done : done + mine]
-        handle = _reduce(transport, plan, products, out[done : done + mine], reduce_op, scale, extra, counts)
+        end = done + own_count(piece.counts, rank, size, piece.count)
+        extra = None if residual is None else residual[done:end]
+        handle = _reduce(transport, plan, products, out[done:end], reduce_op, scale, extra, piece.counts)
         if handle is not None:
             handles.append(handle)
             scratch = None  # in use until the call is over
-        done += mine
+        done = end
     for handle in handles:
         handle.wait()
     return out
@@ -88,16 +89,13 @@ def reduce_values(
     """Flat values reduced over the ranks: all of them, or with counts (outputs × ranks) this rank's."""
     if transport is None:
         return values.clone(memory_format=torch.contiguous_format)
+    out = _new(transport, values, own_count(counts, transport.rank, transport.size, values.numel()))
     if not counts:
-        values = values.contiguous()
-        out = _new(transport, values, values.numel(), values.dtype)
-        transport.all_reduce(values, out, reduce_op, None, None, False)
+        transport.all_reduce(values.contiguous(), out, reduce_op, None, None, False)
         return out
-    plan = Plan("reduce", (values.numel(),), (0,), (1,), (), False, tuple(counts))
-    # A copy where peers can read it, which the reduction may also overwrite.
-    shared = _new(transport, values, values.numel(), values.dtype).copy_(values)
-    out = _new(transport, values, sum(counts[transport.rank :: transport.size]), values.dtype)
-    handle = _reduce(transport, plan, shared, out, reduce_op, 1.0, None, counts)
+    plan = Plan("reduce", (values.numel(),), (1,), (), tuple(counts))
+    # The reduction may overwrite the copy.
+    handle = _reduce(transport, plan, _copy(transport, values), out, reduce_op, 1.0, None, counts)
     if handle is not None:
         handle.wait()
     return out
@@ -111,7 +109,7 @@ def gather_values(transport: Transport | None, values: torch.Tensor, counts: Seq
         raise ValueError(f"expected {sum(mine)} values of this rank, got {values.numel()}")
     if transport is None:
         return values.clone(memory_format=torch.contiguous_format)
-    whole = _new(transport, values, sum(counts), values.dtype)
+    whole = _new(transport, values, sum(counts))
     begin = 0
     for i, part in enumerate(torch.split_with_sizes(values.contiguous(), mine)):
         of_output = list(counts[i * size : (i + 1) * size])
@@ -121,7 +119,24 @@ def gather_values(transport: Transport | None, values: torch.Tensor, counts: Seq
     return whole
 
 
-def _new(transport: Transport, like: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+def flat_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensors' elements one behind the other."""
+    return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
+
+
+def parts_of(flat: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+    """Tensors of these shapes, one behind the other; views made one by one, so that users may write to them."""
+    if len(shapes) == 1:
+        return [flat.view(shapes[0])]
+    parts, at = [], 0
+    for shape in shapes:
+        end = at + prod(shape)
+        parts.append(flat[at:end].view(shape))
+        at = end
+    return parts
+
+
+def _new(transport: Transport, like: torch.Tensor, count: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A flat tensor where the transport wants those of fused matmuls."""
     made = transport.new_rows(like.new_empty(0, dtype=dtype), count)
     if made is None:
@@ -129,10 +144,9 @@ def _new(transport: Transport, like: torch.Tensor, count: int, dtype: torch.dtyp
     return made
 
 
-def _where_peers_read(transport: Transport, residual: torch.Tensor | None) -> torch.Tensor | None:
-    if residual is None or is_shared(residual):
-        return residual
-    return _new(transport, residual, residual.numel(), residual.dtype).copy_(residual)
+def _copy(transport: Transport, flat: torch.Tensor) -> torch.Tensor:
+    """A copy where peers can read it."""
+    return _new(transport, flat, flat.numel()).copy_(flat)
 
 
 def _reduce(
@@ -146,30 +160,20 @@ def _reduce(
     counts: Sequence[int] | None,
 ) -> Handle | None:
     # What ranks must agree on beside the plan: dtype of the output, scale, and whether there is a residual.
-    options = (_DTYPE_NUMBERS[out.dtype] * 2 + (residual is not None)) * 0x9E3779B97F4A7C15
+    options = (DTYPES.index(out.dtype) * 2 + (residual is not None)) * 0x9E3779B97F4A7C15
     number = (plan.number ^ options ^ hash(scale) * 0xC2B2AE3D27D4EB4F) & 0xFFFF_FFFF_FFFF_FFFF
-    return transport.matmul_reduce(
-        products,
-        out,
-        reduce_op,
-        scale,
-        residual,
-        counts,
-        number,
-        lambda: f"{plan.words}  {reduce_op}  {str(out.dtype).removeprefix('torch.')}",
-        None,
-    )
 
+    def words() -> str:
+        return f"{plan.words}  {reduce_op}  {str(out.dtype).removeprefix('torch.')}"
 
-_DTYPE_NUMBERS = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3, torch.float64: 4}
+    return transport.matmul_reduce(products, out, reduce_op, scale, residual, counts, number, words, None)
 
 
 def _bias_rows(bias: Sequence[torch.Tensor], share: float, dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """This rank's share of every bias, in the dtype of the products."""
     if not bias:
         return ()
-    flat = torch.cat([b.reshape(-1) for b in bias]) if len(bias) > 1 else bias[0].reshape(-1)
-    flat = flat.to(dtype)
+    flat = flat_of(bias).to(dtype)
     flat = flat * share if share != 1 else flat.contiguous()
     return torch.split_with_sizes(flat, [b.numel() for b in bias])
 
@@ -180,13 +184,3 @@ def _pieces_for(transport: Transport, plan: Plan, dtype: torch.dtype) -> int:
         return 1
     most = transport.cache_bytes // 2 // (transport.size * dtype.itemsize)
     return max(1, -(-plan.total // max(most, _LEAST_PIECE)))
-
-
-def _counts_of(plan: Plan, piece: Piece) -> list[int]:
-    """The part of the plan's counts that lies in a piece."""
-    begin, end, at = piece.begin, piece.begin + piece.count, 0
-    counts = []
-    for n in plan.counts:
-        counts.append(max(0, min(end, at + n) - max(begin, at)))
-        at += n
-    return counts
