@@ -34,6 +34,7 @@ from .plan import (
     op_names,
     parse_bytes,
     parse_numbers,
+    parse_ranks,
     parse_splits,
     sizes_between,
     small_items,
@@ -101,8 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     what("-b", dest="least", type=parse_bytes, metavar="BYTES", help="smallest size (default 8)")
     what("-e", dest="most", type=parse_bytes, metavar="BYTES", help="largest size (default 256M)")
     what("-f", dest="factor", type=int, metavar="N", help="factor between sizes (default 4)")
-    count = parse_numbers(1, "rank counts such as 2 or 2,4,8")
-    what("-n", "--ranks", type=count, metavar="N[,N...]", help="ranks, several by comma (default 2)")
+    what("-n", "--ranks", type=parse_ranks, metavar="N[,N...]", help="ranks, several by comma (default 2)")
     what("--dtype", choices=list(ITEM_BYTES), default="float32")
     what("--redop", choices=REDOPS, default="sum")
     what(

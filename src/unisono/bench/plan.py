@@ -82,6 +82,9 @@ def parse_numbers(least: int, what: str) -> Callable[[str], list[int]]:
     return parse
 
 
+parse_ranks = parse_numbers(1, "rank counts such as 2 or 2,4,8")
+
+
 def parse_splits(text: str) -> list[str]:
     splits = text.split(",")
     for split in splits:

@@ -26,7 +26,7 @@ from .apart.cases import OPS, Case, Lacking
 from .apart.turns import Channel, accept, listen
 from .contenders import LIMIT, Contender, Groups, Order, contenders_of
 from .peers import SILENCE_S, Team, start_teams
-from .ratios import summary
+from .ratios import FEWEST_ROUNDS, summary
 
 if TYPE_CHECKING:
     from unisono.group.group import Group
@@ -389,8 +389,8 @@ def _drop(team: Team) -> None:
 def _enough(rounds: int, spent_s: float, order: Order) -> bool:
     if order.rounds is not None:
         return rounds >= order.rounds
-    if rounds < 15:  # fewer only where one round takes seconds
-        return rounds >= 5 and spent_s > 5 * order.seconds
+    if rounds < 15:  # fewer only where one round takes seconds, but enough for a range
+        return rounds >= FEWEST_ROUNDS and spent_s > 5 * order.seconds
     return rounds >= MOST_ROUNDS or spent_s > order.seconds
 
 
