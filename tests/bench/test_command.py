@@ -196,7 +196,7 @@ def test_two_builds_by_turns(capsys):
     assert command.main(args) == 0
     told = capsys.readouterr()
     assert "turn 2 of 2 done" in told.err
-    assert re.search(r"^ +[\d.]+ +[\d.]+  \?[\d.]+ +heap +barrier, 2 ranks, 0 B$", told.out, re.M)
+    assert re.search(r"^( +[\d.]+ +[\d.]+  \?[\d.]+){2} +heap +barrier, 2 ranks, 0 B$", told.out, re.M)
     assert command.main(["barrier", "--builds", "false,false"]) == 1
     assert "false ended with 1" in capsys.readouterr().err
 

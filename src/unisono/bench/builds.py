@@ -16,7 +16,7 @@ from .table import ratio_text, show_bytes, show_us, title_of
 
 TURNS = 8  # as many as a range needs
 
-Times = dict[tuple[str, str], list[float]]  # medians by row and contender, turn by turn
+Times = dict[tuple[str, str], list[tuple[float, float]]]  # median and least by row and contender, turn by turn
 
 
 def compare_builds(pythons: Sequence[str], turns: int, args: list[str]) -> int:
@@ -41,21 +41,24 @@ def _add(times: Times, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         for name, result in row.get("results", {}).items():
             key = f"{title_of(row)}, {show_bytes(row['size_bytes'])}", name
-            times.setdefault(key, []).append(result["time_us"])
+            times.setdefault(key, []).append((result["time_us"], result["min_us"]))
 
 
 def build_lines(first: Times, second: Times, names: Sequence[str]) -> list[str]:
     """One line for each row and contender that both have."""
     lines = [
-        f"# A: {names[0]}",
-        f"# B: {names[1]}",
-        "# medians over turns, in us; B / A with its 95 % range, ~ is noise",
+        *(f"# {letter}: {name}" for letter, name in zip("AB", names, strict=True)),
+        "# us, medians over turns: of a turn's median, then of its least round, which foreign load disturbs less;",
+        "# B / A with its 95 % range, ~ means within the noise, ? that there were too few turns to tell",
+        f"#{'A':>9}{'B':>10}  {'B / A':<19}{'least A':>10}{'least B':>10}  {'B / A':<19} {'who':<18} row",
     ]
-    lines.append(f"#{'A':>9}{'B':>10}  {'B / A':<19} {'who':<18} row")
-    for key, mine in first.items():
-        if len(theirs := second.get(key, [])) != len(mine):
+    for (row, who), mine in first.items():
+        theirs = second.get((row, who), [])
+        if len(theirs) != len(mine):
             continue
-        a, b = (show_us(statistics.median(values)) for values in (mine, theirs))
-        ratio = ratio_text(compare(theirs, mine).to_json())
-        lines.append(f"{a:>10}{b:>10}  {ratio:<19} {key[1]:<18} {key[0]}")
+        cells = ""
+        for a, b in zip(zip(*mine, strict=True), zip(*theirs, strict=True), strict=True):  # medians, then least
+            times = "".join(f"{show_us(statistics.median(values)):>10}" for values in (a, b))
+            cells += f"{times}  {ratio_text(compare(b, a).to_json()):<19}"
+        lines.append(f"{cells} {who:<18} {row}")
     return lines
