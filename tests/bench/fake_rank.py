@@ -1,7 +1,7 @@
 """One rank of a made-up peer: answers turns as a real one would, and does what the environment asks for.
 
 FAKE_PEER: "good", "wrong" (3 elements on each rank), "lacking", "dies" (rank 1 in its first run), "hangs" (in its
-first run, burning time as MPI does).
+first run, burning time as MPI does), "slow" (says its first call took 10 s).
 """
 
 import os
@@ -24,7 +24,7 @@ class FakeJob:
         self.case = case
 
     def check(self):
-        return 3 if HOW == "wrong" else 0
+        return 3 if HOW == "wrong" else 0, 10.0 if HOW == "slow" else 1e-6
 
     def run(self, warmup, calls):
         if HOW == "dies" and RANK == 1:

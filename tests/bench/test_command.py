@@ -13,6 +13,7 @@ import pytest
 from unisono.bench import command
 from unisono.bench.apart.cases import OPS
 from unisono.bench.plan import op_names
+from unisono.bench.table import Progress
 
 QUICK = ["-b", "8", "-e", "8K", "-f", "1024", "--rounds", "8"]
 
@@ -127,6 +128,79 @@ def test_a_peer_in_the_same_run(fake_peer, tmp_path, how, code, wrong):
     assert ratio["ratio"] == pytest.approx(4.0 / document["rows"][0]["results"]["heap"]["time_us"], rel=0.01)
 
 
+def test_a_hopelessly_slow_peer_is_left_out(fake_peer):
+    """After its first call, and after two such rows without one."""
+    fake_peer("slow")
+    code, text = bench("all_reduce", "-b", "8", "-e", "2K", "-f", "16", "--rounds", "2", "--against", "mpich")
+    assert code == 0 and {row["who"] for row in parse(text)} == {"heap", "ordinary"}
+    assert text.count("mpich lacking: left out of this row: its first call took 10.0 s") == 1  # the same is told once
+    assert text.count("mpich lacking: left out: too slow in 2 rows of all_reduce before") == 1
+
+
+def test_small_calls(tmp_path, capsys):
+    code, text = bench("small", "--rounds", "8", "-J", str(tmp_path / "out.json"))
+    assert code == 0 and parse(text) == [] and "bench small --rounds 8" in text
+    table = text[text.index("# small calls, 2 ranks") :].splitlines()
+    assert table[1].split() == [
+        "#",
+        "verb",
+        "bytes",
+        "Group",
+        "comm_func",
+        "dist",
+        "uneven",
+        "gloo",
+        "gloo",
+        "/",
+        "dist",
+    ]
+    lines = [re.split(r"  +", line.removeprefix("#").strip()) for line in table[2:15]]
+    assert [line[0] for line in lines] == [
+        "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all",
+        "barrier", "send and recv", "all_gather 1:3", "reduce_scatter 1:3", "all_to_all 1:3",
+    ]  # fmt: skip
+    assert all("-" not in line[2:5] + line[6:] for line in lines)  # every way has every verb
+    assert [line[5] == "-" for line in lines] == [True] * 10 + [False] * 3
+    assert command.main(["--from", str(tmp_path / "out.json")]) == 0
+    assert "\n".join(table[:15]) in capsys.readouterr().out
+
+
+def test_busy_and_pinned(tmp_path):
+    code, text = bench(
+        "ddp_matrix", "-n", "2", "--busy", "0,1", "--pin", "--rounds", "8", "-J", str(tmp_path / "out.json")
+    )
+    assert code == 0 and "# ddp_step, 2 ranks, 1 busy neighbours, pinned: a training step" in text
+    assert re.search(r"#\s+2 ranks\n#\s+pinned\s+~?[\d.]+ \[.*\]\n#\s+1 busy neighbours, pinned\s+~?[\d.]+ \[", text)
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["busy"], row["pin"], row["quota"]) for row in rows] == [(0, True, 0), (1, True, 0)]
+
+
+def test_what_skew_costs():
+    """As many bytes in equal chunks, without being told to cut the others unevenly."""
+    code, text = bench("all_gather", "-b", "64", "-e", "64", "--rounds", "8", "--calls", "even", "--against", "none")
+    assert code == 0 and "split 1:3" in text and "lacking" not in text
+    assert [row["who"] for row in parse(text)] == ["heap", "ordinary", "even", "even"] * 4
+
+
+def test_two_builds_by_turns(capsys):
+    args = [
+        "barrier",
+        "--rounds",
+        "8",
+        "--against",
+        "none",
+        "--builds",
+        f"{sys.executable},{sys.executable}",
+        "--turns=2",
+    ]
+    assert command.main(args) == 0
+    told = capsys.readouterr()
+    assert "turn 2 of 2 done" in told.err
+    assert re.search(r"^( +[\d.]+ +[\d.]+  \?[\d.]+){2} +heap +barrier, 2 ranks, 0 B$", told.out, re.M)
+    assert command.main(["barrier", "--builds", "false,false"]) == 1
+    assert "false ended with 1" in capsys.readouterr().err
+
+
 def test_under_torchrun():
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
     done = launched("all_reduce", "barrier", *QUICK, "--against", "none", launcher=launcher)
@@ -134,6 +208,8 @@ def test_under_torchrun():
     assert [row["who"] for row in parse(done.stdout)] == ["heap", "ordinary"] * 2 + ["heap"]
     refused = launched("all_reduce", "-n", "3", env={"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
     assert refused.returncode == 2 and "launcher has started 2 ranks" in refused.stderr
+    refused = launched("all_reduce", "--pin", env={"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
+    assert refused.returncode == 2 and "not for those of a launcher" in refused.stderr
 
 
 def test_scaling(tmp_path):
@@ -159,6 +235,11 @@ def test_scaling(tmp_path):
         (["--rounds", "0"], "at least 1"),
         (["-J", "no/such/folder/x.json"], "there is no folder"),
         (["--splits", "1;3"], "expected even, zipf"),
+        (["--busy", "-1"], "expected numbers of processes"),
+        (["--quota", "half"], "expected percents of one CPU"),
+        (["small", "barrier"], "small stands alone"),
+        (["--builds", "one"], "expected two programs"),
+        (["all_reduce", "--calls", "even"], "none of these rows has uneven ones"),
     ],
 )
 def test_bad_arguments(args, text, capsys):
@@ -183,13 +264,22 @@ def test_plot_without_matplotlib(monkeypatch, capsys):
     assert "unisono[plot]" in capsys.readouterr().err
 
 
-def test_progress_only_on_a_terminal(capsys):
-    from unisono.bench.table import Progress
-
-    progress = Progress(4)
-    progress.show("all_reduce")
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress(terminal, capsys, monkeypatch):
+    """Nothing in the first seconds; then one line that is written over, or on no terminal a line now and then."""
+    now = [100.0]
+    monkeypatch.setattr("unisono.bench.table.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal, raising=False)
+    progress = Progress(4, start=100.0)
+    now[0] += 1
+    progress.show("all_reduce 8 B")
     assert capsys.readouterr().err == ""
-    progress.shown = True
+    now[0] += 9
     progress.step()
+    capsys.readouterr()
     progress.show("all_reduce 1 MiB")
-    assert "[######..................] 1/4  all_reduce 1 MiB" in capsys.readouterr().err
+    line = "1/4 rows, about 30 s left; now all_reduce 1 MiB"
+    assert capsys.readouterr().err == (f"\r\x1b[K[######..................] {line}" if terminal else "")
+    now[0] += 30
+    progress.show("all_reduce 1 MiB")
+    assert capsys.readouterr().err.endswith("s left; now all_reduce 1 MiB" + ("" if terminal else "\n"))

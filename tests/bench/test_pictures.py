@@ -38,7 +38,7 @@ def document(ranks=(2,), memory=False):
     rows.append({**rows[-1], "size_bytes": 1 << 30, "left_out": 5 << 30})
     del rows[-1]["results"]
     machine = {"cpu": "A <CPU>", "cpus": 2, "unisono": "0.1", "torch": "2.13", "date": "2030-01-01 00:00:00"}
-    made = {"machine": machine, "peers": {"mpich": "MPICH Version: 5.0.2"}, "rows": rows}
+    made = {"machine": machine, "command": ["all_reduce"], "peers": {"mpich": "MPICH Version: 5.0.2"}, "rows": rows}
     if memory:
         made["memory"] = {str(n): {"mean_bytes": 5e5, "most_bytes": 6e5} for n in ranks}
     return made

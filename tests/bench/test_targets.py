@@ -1,7 +1,10 @@
 """Targets: the rows they need, and what they say about rows that are given."""
 
+from dataclasses import asdict
+
 import pytest
 
+from unisono.bench.plan import Place, by_ranks
 from unisono.bench.ratios import compare
 from unisono.bench.targets import TARGETS, judge, judgement_lines, target_items
 
@@ -26,9 +29,13 @@ def found(findings, text, who, op="all_reduce"):
 
 
 def test_rows_that_are_needed():
-    planned = target_items()
-    assert list(planned) == [2, 3, 4, 8]
-    assert {(i.case.op, i.busy) for i in planned[3]} == {("ddp_step", 0), ("ddp_step", 2), ("ddp_step", 4)}
+    items = target_items()
+    planned = {n: [i for i in items if i.case.ranks == n] for n in (2, 3, 4, 8)}
+    assert sum(map(len, planned.values())) == len(items)
+    places = {Place(pin=pin, busy=busy) for pin in (False, True) for busy in (0, 2, 4)} | {Place(quota=100)}
+    for on_ranks in planned.values():
+        assert {i.place for i in on_ranks if i.case.op == "ddp_step"} == places
+    assert list(by_ranks(planned[3])) == [(3, False, 0), (3, True, 0), (3, False, 100)]
     asked = {(i.case.op, i.case.size_bytes, i.split, i.case.dtype) for i in planned[2]}
     assert ("all_reduce", 64 * MIB, "-", "bfloat16") in asked and ("all_reduce", 64 * MIB, "-", "float32") in asked
     tiny = next(i for i in planned[2] if i.case.size_bytes == 8)
@@ -39,13 +46,12 @@ def test_rows_that_are_needed():
     names = [*kinds, *(f"{way} {kind}" for way in ("dist", "comm_func", "even") for kind in kinds)]
     results = {name: result(1, 1) for name in names}
     judged = judge(
-        row(item.case.op, item.case.size_bytes, ranks, item.split, item.case.dtype, **results) | {"busy": item.busy}
-        for ranks, items in planned.items()
-        for item in items
+        row(i.case.op, i.case.size_bytes, i.case.ranks, i.split, i.case.dtype, **results) | asdict(i.place)
+        for i in items
     )
     unmeasured = {f["target"] for f in judged if f["verdict"] == "not measured"}
-    beside = {f"training beside {busy} busy" for busy in (0, 2, 4)}
-    assert unmeasured == {"against MPI", "nobody is faster", "on gloo, its best", *beside}  # no peer took part
+    training = {"training beside busy", "the same, pinned", "training under quota"}
+    assert unmeasured == {"against MPI", "nobody is faster", "on gloo, its best", *training}  # no peer took part
 
 
 def test_met_and_missed():
@@ -56,6 +62,20 @@ def test_met_and_missed():
     text = "\n".join(judgement_lines(findings))
     assert "1.20  met" in text and "MISSED by 50%" in text and "not measured" in text
     assert len(findings) == len(TARGETS)
+
+
+@pytest.mark.parametrize(
+    "place, text",
+    [(Place(busy=2), "training beside busy"), (Place(busy=4, pin=True), "the same, pinned"),
+     (Place(quota=100), "training under quota")],
+)  # fmt: skip
+def test_training_where_cpus_are_scarce(place, text):
+    slower = {"ordinary": result(30, 10), "gloo": result(24, 10, ordinary=0.8)}
+    rows = [row("ddp_step", 5 * MIB // 4, ranks, **slower) | asdict(place) for ranks in (2, 8)]
+    judged = {f["target"]: f for f in judge(rows) if f["ops"] == ["ddp_step"]}
+    assert judged.pop(text)["rows"] == 2 and {f["verdict"] for f in judged.values()} == {"not measured"}
+    finding = found(judge(rows), text, "ordinary", "ddp_step")
+    assert finding["verdict"] == "missed" and str(place) in finding["where"]
 
 
 def test_bfloat16_is_compared_with_float32():

@@ -4,43 +4,60 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from .apart.cases import FLOATS, ITEM_BYTES, OPS, REDOPS
+from .builds import TURNS, compare_builds
 from .contenders import EVEN, KINDS, WAYS, Order
 from .neighbours import busy_neighbours
 from .peers import PEERS
 from .plan import (
     ALIASES,
     DEFAULT_OPS,
+    MATRIX_BYTES,
+    MATRIX_FREE,
+    MATRIX_PINNED,
+    MATRIX_QUOTA,
+    MATRIX_RANKS,
     UNEVEN_SPLITS,
     Item,
+    Place,
+    by_ranks,
     make_items,
     op_names,
     parse_bytes,
+    parse_numbers,
     parse_ranks,
     parse_splits,
     sizes_between,
+    small_items,
 )
+from .quota import why_no_quota
 from .ranks import BenchRanks, GivenRanks, StartedRanks, given_size
 from .scaling import SCALING_RANKS, SCALING_SIZES, group_memory, scaling_lines
 from .setup_peers import setup_peers
-from .table import Progress, add_ratios, header, machine_facts, show_bytes, standing_lines, table_head, table_lines
+from .summaries import matrix_lines, small_lines
+from .table import Progress, Table, add_ratios, header, machine_facts, show_bytes, standing_lines
 from .targets import judge, judgement_lines, target_items
 
 FORMAT = "unisono-bench/2"
 AGAINST = ("gloo", *PEERS)
+VIEWS = ("scaling", "small", "ddp_matrix")  # names on the command line for rows and a table over them
 
 EPILOG = f"""\
 operations:
   {", ".join(OPS)};
   {" and ".join(ALIASES)}: the same at splits {" ".join(UNEVEN_SPLITS)};
-  all: every one of them; scaling: a table by number of ranks, with the memory a group costs
+  all: every one of them; alone: scaling, a table by number of ranks, with the memory a group costs;
+  small, what calls of 8 bytes cost by verb and way of calling; ddp_matrix, training steps beside busy
+  processes, pinned, and under a CPU quota
   (without any: {" ".join(DEFAULT_OPS)})
 
 examples:
@@ -50,7 +67,10 @@ examples:
   unisono bench all_reduce -b 8 -e 8 --calls group,dist,comm_func   what each layer costs
   unisono bench --setup-peers                                       install the peers, once
   unisono bench all_reduce --against gloo,openmpi,mpich,intelmpi,oneccl --plot all_reduce.png
-  unisono bench ddp_step -b 1400K -e 1400K -n 3 --busy 2            beside two busy processes
+  unisono bench small -n 2                                          the overhead of every verb, in one table
+  unisono bench small --builds old/bin/python,new/bin/python        two builds by turns
+  unisono bench ddp_step -b 1400K -e 1400K -n 3 --busy 2 --pin      pinned, beside two busy processes
+  unisono bench ddp_matrix                                          gloo / unisono on busy machines
   unisono bench --targets --against all -J targets.json             what is promised, met or missed
   unisono bench scaling -n 1,2,4,8 --plot scaling.png               how cost grows
   torchrun --nproc-per-node=2 -m unisono.cli bench all_reduce       on ranks of torchrun or mpiexec
@@ -108,12 +128,20 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="P[,P...]",
         help=f"peers in the same run, of {', '.join(AGAINST)}; all or none (default gloo)",
     )
-    what("--busy", type=int, default=0, metavar="N", help="with N busy processes on the same CPUs (default 0)")
+    beside = parse_numbers(0, "numbers of processes such as 0 or 0,2,4")
+    what("--busy", type=beside, metavar="N[,N...]", help="with N busy processes on the same CPUs (default 0)")
+    what("--pin", action="store_true", help="every rank pinned to one CPU, round robin")
+    percent = parse_numbers(0, "percents of one CPU such as 100 or 50,150")
+    what(
+        "--quota", type=percent, metavar="P[,P...]", help="all ranks together get P %% of one CPU: a cgroup, needs root"
+    )
     what("--targets", action="store_true", help="say what is met and missed; without op: measure just what that needs")
     how = parser.add_argument_group("how").add_argument
     how("-c", dest="check", type=int, choices=(0, 1), default=1, help="check results before timing (default 1)")
     how("--rounds", type=int, metavar="N", help="rounds per row (default: as many as fit, at least 15)")
     how("--seconds", type=float, default=0.6, metavar="S", help="time per row (default 0.6)")
+    how("--builds", metavar="P,P", help="the same by turns with two builds: the python of the environment each is in")
+    how("--turns", type=int, default=TURNS, metavar="N", help=f"of each build (default {TURNS})")
     how("--setup-peers", action="store_true", help="install the peers named by --against (default: all), then end")
     output = parser.add_argument_group("output").add_argument
     output("-J", dest="json", type=Path, metavar="FILE", help="write all numbers as JSON")
@@ -124,16 +152,18 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    known = [*op_names(), "all", "scaling"]
+    known = [*op_names(), "all", *VIEWS]
     for op in args.ops:
         if op not in known:
             parser.error(f"expected an operation of {', '.join(known)}, got {op!r}")
     if args.factor is not None and args.factor < 2:
         parser.error(f"-f: expected a factor of at least 2, got {args.factor}")
-    if args.busy < 0:
-        parser.error(f"--busy: expected 0 or more, got {args.busy}")
-    if args.rounds is not None and args.rounds < 1:
-        parser.error(f"--rounds: expected at least 1, got {args.rounds}")
+    for view in VIEWS[1:]:
+        if view in args.ops and args.ops != [view]:
+            parser.error(f"{view} stands alone, got {' '.join(args.ops)}")
+    for name, number in (("--turns", args.turns), ("--rounds", args.rounds)):
+        if number is not None and number < 1:
+            parser.error(f"{name}: expected at least 1, got {number}")
     if args.least and args.most and args.least > args.most:
         parser.error(f"-b {args.least} is more than -e {args.most}")
     if args.redop in ("band", "bor", "bxor") and args.dtype in FLOATS:
@@ -141,6 +171,10 @@ def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
     given = given_size()
     if given is not None and args.ranks not in (None, [given]):
         parser.error(f"-n {','.join(map(str, args.ranks))}: the launcher has started {given} ranks")
+    if given is not None and (args.pin or args.quota):
+        parser.error("--pin and --quota are for ranks started here, not for those of a launcher")
+    if any(args.quota or []) and (why := why_no_quota()):
+        parser.error(f"--quota: {why}")
     if args.plot is not None:
         from . import picture
 
@@ -151,31 +185,59 @@ def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
             parser.error(f"{path}: there is no folder {path.parent}")
 
 
-def plan(args: argparse.Namespace) -> dict[int, list[Item]]:
-    """Rows by number of ranks."""
+def plan(args: argparse.Namespace) -> list[Item]:
+    """The rows of this run."""
     given = given_size()
+    places = [Place(quota, args.pin, busy) for quota in args.quota or [0] for busy in args.busy or [0]]
+    ranks = args.ranks or ([given] if given is not None else [2])
     if args.targets and not args.ops:
-        planned = target_items()
-        return {n: items for n, items in planned.items() if n == given} if given is not None else planned
+        return possible(target_items())
+    if args.ops == ["small"]:
+        return [item for n in ranks for place in places for item in small_items(n, place)]
+    if args.ops == ["ddp_matrix"]:
+        if not args.pin and args.busy is None and args.quota is None:
+            places = [*MATRIX_FREE, *MATRIX_PINNED, *MATRIX_QUOTA]
+        both = [(n, place) for n in args.ranks or MATRIX_RANKS for place in places]
+        return possible(
+            item for n, place in both for item in make_items(["ddp_step"], [MATRIX_BYTES], None, n, place=place)
+        )
     scaling = "scaling" in args.ops
     ops = [op for op in args.ops if op != "scaling"] or (["all_reduce"] if scaling else list(DEFAULT_OPS))
     if "all" in ops:
         ops = op_names()
-    ranks = args.ranks or ([given] if given is not None else list(SCALING_RANKS) if scaling else [2])
+    if scaling and given is None:
+        ranks = args.ranks or list(SCALING_RANKS)
     if scaling and args.least is None and args.most is None and args.factor is None:
         sizes = list(SCALING_SIZES)
     else:
         sizes = sizes_between(
             args.least or min(8, args.most or 8), args.most or max(256 << 20, args.least or 0), args.factor or 4
         )
-    ways = tuple(args.calls) or ("group",)
-    if EVEN in ways and "group" not in ways:
-        ways = ("group", *ways)  # what it is compared with
-    return {n: make_items(ops, sizes, args.splits, n, args.dtype, args.redop, ways, args.busy) for n in ranks}
+    ways, splits = tuple(args.calls) or ("group",), args.splits
+    if EVEN in ways:
+        ways = tuple(dict.fromkeys(["group", *ways]))  # what it is compared with
+        splits = splits or list(UNEVEN_SPLITS)
+    return [
+        item
+        for n in ranks
+        for place in places
+        for item in make_items(ops, sizes, splits, n, args.dtype, args.redop, ways, place)
+    ]
+
+
+def possible(items: Iterable[Item]) -> list[Item]:
+    """Without those that ranks of a launcher, or a machine without quotas, cannot measure."""
+    wanted, given = list(items), given_size()
+    if given is not None:
+        return [i for i in wanted if i.case.ranks == given and not i.place.pin and not i.place.quota]
+    if any(item.place.quota for item in wanted) and (why := why_no_quota()):
+        print(f"# rows with a CPU quota are left out: {why}")
+        return [item for item in wanted if not item.place.quota]
+    return wanted
 
 
 @contextmanager
-def opened(args: argparse.Namespace, size: int, items: list[Item]) -> Iterator[BenchRanks]:
+def opened(args: argparse.Namespace, size: int, pin: bool, quota: int, items: list[Item]) -> Iterator[BenchRanks]:
     gloo = "gloo" in args.against
     backend = any(item.case.op == "ddp_step" or any(way != "group" for way in item.ways) for item in items)
     peers = [name for name in args.against if name in PEERS]
@@ -183,56 +245,56 @@ def opened(args: argparse.Namespace, size: int, items: list[Item]) -> Iterator[B
     if given_size() is not None:
         ranks = GivenRanks(gloo, backend, peers)
     else:
-        ranks = StartedRanks(size, gloo, backend, peers)
+        ranks = StartedRanks(size, gloo, backend, peers, pin, quota)
     try:
         yield ranks
     finally:
         ranks.close()
 
 
-def run(args: argparse.Namespace, planned: dict[int, list[Item]]) -> dict[str, Any] | None:
+def run(args: argparse.Namespace, command: list[str], items: list[Item]) -> dict[str, Any] | None:
     """All rows, printed as they come; what JSON would hold, or None on a rank that does not lead."""
-    facts = machine_facts()
-    kinds = tuple(kind for kind in KINDS if getattr(args, kind)) or KINDS
-    document: dict[str, Any] = {"format": FORMAT, "machine": facts, "command": sys.argv[1:], "peers": {}, "rows": []}
+    start, facts = time.monotonic(), machine_facts()
+    view = next((op for op in args.ops if op in VIEWS), None)
+    kinds = tuple(kind for kind in KINDS if getattr(args, kind)) or (KINDS[1:] if view == "small" else KINDS)
+    document: dict[str, Any] = {"format": FORMAT, "machine": facts, "command": command, "view": view, "peers": {}}
+    document["rows"] = []
     progress: Progress | None = None
-    scaling = "scaling" in args.ops
     memory: dict[int, dict[str, Any]] = {}
-    for size, items in planned.items():
-        with opened(args, size, items) as ranks:
-            say = print if ranks.leads else _nothing
+    table, leads = Table(), True
+    for (size, pin, quota), together in by_ranks(items).items():
+        with opened(args, size, pin, quota, together) as ranks:
+            leads = ranks.leads
+            say = print if leads else _nothing
             if progress is None:
-                progress = Progress(sum(map(len, planned.values())) if ranks.leads else 0)
-                say(header(facts), flush=True)
-            document["peers"] |= ranks.facts["libraries"]
+                progress = Progress(len(items), start)
+                say(header(facts, command), flush=True)
             for name, library in ranks.facts["libraries"].items():
-                say(f"# {name}: {library}")
+                if name not in document["peers"]:
+                    say(f"# {name}: {library}")
+            document["peers"] |= ranks.facts["libraries"]
             for name, why in ranks.facts["lacks"].items():
                 say(f"# {name} lacking: {why}")
-            if scaling:
+            if view == "scaling":
                 memory[size] = ranks.call(group_memory)[0]
-            table, told = None, set[str]()
-            for item in items:
-                case = item.case
-                if item.table != table:
-                    say(table_head(case.op, item.split, case.ranks, item.busy), flush=True)
-                    table, told = item.table, set()
-                if ranks.leads:
+            for item in together:
+                case, place = item.case, item.place
+                if leads:
                     progress.show(f"{case.op} {show_bytes(case.size_bytes)}, {case.ranks} ranks")
                 used = kinds if case.op != "barrier" else kinds[:1]
                 order = Order(used, item.ways, "gloo" in args.against, bool(args.check), args.rounds, args.seconds)
-                with busy_neighbours(item.busy if ranks.leads else 0):
+                with busy_neighbours(place.busy if leads else 0):
                     row = ranks.measure(case, order)
                 if row is None:
                     continue
-                row["split"], row["busy"] = item.split, item.busy
+                row |= {"split": item.split, **asdict(place)}
                 if "results" in row:
                     add_ratios(row)
                 document["rows"].append(row)
                 progress.step()
-                say("\n".join(table_lines(row, told)), flush=True)
-            leads = ranks.leads
-    if scaling:
+                if view != "small":
+                    say("\n".join(table.lines(row)), flush=True)
+    if view == "scaling":
         document["memory"] = {str(size): facts for size, facts in memory.items()}
     return document if leads else None
 
@@ -242,13 +304,10 @@ def recall(path: Path) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(path.read_text())
     if document.get("format") != FORMAT:
         raise SystemExit(f"unisono bench: {path}: expected format {FORMAT}, got {document.get('format')}")
-    print(header(document["machine"]))
-    table, told = None, set[str]()
-    for row in document["rows"]:
-        if (row["busy"], row["op"], row["split"], row["ranks"], row["dtype"]) != table:
-            table, told = (row["busy"], row["op"], row["split"], row["ranks"], row["dtype"]), set()
-            print(table_head(row["op"], row["split"], row["ranks"], row["busy"]))
-        print("\n".join(table_lines(row, told)))
+    print(header(document["machine"], document["command"]))
+    table = Table()
+    for row in document["rows"] if document.get("view") != "small" else []:
+        print("\n".join(table.lines(row)))
     return document
 
 
@@ -257,15 +316,20 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    command = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser()
     args = parser.parse_args(argv)
     if args.setup_peers:
         named = [name for name in args.against if name in PEERS]
         return 1 if setup_peers(named or list(PEERS)) else 0
     check_args(parser, args)
-    start = time.monotonic()
+    if args.builds is not None:
+        return builds(parser, args.builds, args.turns, command)
+    start, items = time.monotonic(), [] if args.source is not None else plan(args)
+    if EVEN in args.calls and items and all(item.case.even for item in items):
+        parser.error("--calls even compares uneven chunks with equal ones, and none of these rows has uneven ones")
     try:
-        document = recall(args.source) if args.source is not None else run(args, plan(args))
+        document = recall(args.source) if args.source is not None else run(args, command, items)
     except KeyboardInterrupt:
         print("\n# interrupted", file=sys.stderr)
         return 130
@@ -276,8 +340,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("#")
     if "memory" in document:
         print("\n".join(scaling_lines(document)))
-    if standing := standing_lines(rows):
-        print("\n".join(standing))
+    if document.get("view") == "small":
+        print("\n".join(small_lines(rows)))
+    for lines in (matrix_lines(rows), standing_lines(rows)):
+        if lines:
+            print("\n".join(lines))
     if args.targets:
         document["targets"] = judge(rows)
         print("\n".join(judgement_lines(document["targets"])))
@@ -285,6 +352,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"# {len(rows)} rows in {time.monotonic() - start:.0f} s, {checked}")
     write(args, document)
     return 1 if wrong else 0
+
+
+def builds(parser: argparse.ArgumentParser, pythons: str, turns: int, command: list[str]) -> int:
+    """The same command without --builds, in both of them."""
+    both = pythons.split(",")
+    if len(both) != 2 or not all(shutil.which(python) for python in both):
+        parser.error(f"--builds: expected two programs with a comma between, got {pythons!r}")
+    without = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--builds", "--turns", "-J"):
+        without.add_argument(name)
+    return compare_builds(both, turns, without.parse_known_args(command)[1])
 
 
 def write(args: argparse.Namespace, document: dict[str, Any]) -> None:

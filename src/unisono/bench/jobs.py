@@ -1,8 +1,8 @@
 """A case's torch tensors on one rank, and the calls a user of unisono would write for it.
 
 There are four ways to call: the Group's method (`group`), torch.distributed on the unisono backend (`dist`), the
-functional form (`comm_func`), and the uneven pair's documented names (`uneven`, or `on_gloo` on a gloo group). Parts of
-the package that are not there, and operations a way has no name for, raise Lacking.
+functional form (`comm_func`), and the documented names of the uneven three (`uneven`, or `on_gloo` on a gloo group).
+Parts of the package that are not there, and operations a way has no name for, raise Lacking.
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ class Job:
         functional = _module("comm_func")
         case, op = self.case, self.case.op
         x: Any = self.input
+        y: Any = self.output
         redop = "prod" if case.redop == "product" else case.redop
         if op == "barrier":
             return partial(functional.barrier, group=group)
@@ -146,7 +147,23 @@ class Job:
             if case.even:
                 return partial(functional.reduce_scatter_tensor, x, redop, group)
             return partial(_of(functional, "reduce_scatter_tensor_uneven"), x, list(case.counts), redop, group)
-        raise Lacking(f"not measured for {op}")
+        if op == "broadcast":
+            return partial(functional.broadcast, x, ROOT, group)
+        if op == "reduce":
+            return partial(functional.reduce, x, ROOT, redop, group)
+        if op == "all_to_all" and case.even:
+            counts = self.received_and_sent()
+            return partial(functional.all_to_all_single_with_output_shape, tuple(y.shape), x, *counts, group)
+        if op == "all_to_all":
+            return partial(functional.all_to_all_v_c, y, x, list(case.counts) * case.ranks, group)
+        if op == "gather" and case.even:
+            return partial(functional.gather_into_tensor, x, ROOT, group)
+        if op == "scatter" and case.even:
+            whole = x if x is not None else torch.empty(case.count, dtype=y.dtype)  # for its shape
+            return partial(functional.scatter_tensor, whole, ROOT, group)
+        if op == "p2p_latency":
+            return ping(self, partial(functional.send, group=group), partial(functional.recv, group=group))
+        raise Lacking(f"not measured for {op}" if case.even else f"there is no functional {op} of uneven chunks")
 
     def _uneven_call(self, group: Any) -> Call:
         unisono = importlib.import_module("unisono")
@@ -158,6 +175,8 @@ class Job:
             name = "reduce_scatter_tensor_uneven"
             redop = REDOPS[case.redop]
             return partial(_of(unisono, name), self.output, self.input, splits, op=redop, group=group)
+        if case.op == "all_to_all":
+            return partial(_of(unisono, "all_to_all_vc"), self.output, self.input, [splits] * case.ranks, group=group)
         raise Lacking(f"there is no uneven {case.op}")
 
     def received_and_sent(self) -> tuple[list[int], list[int]]:
@@ -206,13 +225,14 @@ def ping(job: Job, send: Any, recv: Any) -> Call:
     """There and back between the first and the last rank."""
     x, y, last = job.input, job.output, job.case.ranks - 1
 
-    def first() -> None:
+    def first() -> object:
         send(x, last)
-        recv(y, last)
+        return recv(y, last)
 
-    def answering() -> None:
-        recv(y, 0)
+    def answering() -> object:
+        received = recv(y, 0)
         send(x, 0)
+        return received
 
     return _at_ends(job, first, answering)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from html import escape
 from typing import Any
 
@@ -48,6 +49,7 @@ def make(document: dict[str, Any]) -> str:
         "<meta name='viewport' content='width=device-width'>",
         f"<title>unisono bench, {escape(document['machine']['date'])}</title><style>{STYLE}</style></head><body>",
         f"<h1>unisono bench</h1><p class='soft'>{escape(caption(document))}</p>",
+        f"<p class='soft'>unisono bench {escape(shlex.join(document['command']))}</p>",
     ]
     if panels:
         scaling = panels[0].x_is_ranks

@@ -147,13 +147,13 @@ class Team:
         self.channels = [channel for hello, channel in met if hello["rank"] >= 0]
         self.library = str(met[-1][0]["library"])
 
-    def prepare(self, case: Case) -> int:
-        """Makes the case ready on all ranks and checks it; wrong elements on all of them together."""
+    def prepare(self, case: Case) -> tuple[int, float]:
+        """Makes the case ready on all ranks and checks it; wrong elements of all ranks, and how long the call took."""
         answers = self._ask({"prepare": case.to_json()})
         lacks = [answer["lacks"] for answer in answers if "lacks" in answer]
         if lacks:
             raise Lacking(lacks[0])
-        return sum(answer["wrong"] for answer in answers)
+        return sum(answer["wrong"] for answer in answers), max(answer["seconds"] for answer in answers)
 
     def run(self, warmup: int, calls: int) -> float:
         """Seconds per call of the slowest rank."""

@@ -4,16 +4,47 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from .apart.cases import DDP_LAYER, ITEM_BYTES, MATMUL_N, OPS, Case
 
 UNEVEN_SPLITS = ("1:3", "1:15", "0:1", "zipf")
 # Names on the command line that stand for an operation at splits of their own.
 ALIASES = {"all_gather_uneven": "all_gather", "reduce_scatter_uneven": "reduce_scatter"}
+SMALL_WAYS = ("group", "comm_func", "dist", "uneven")
+SMALL_UNEVEN = ("all_gather", "reduce_scatter", "all_to_all")
+SMALL_SPLIT = "1:3"
 DEFAULT_OPS = ("all_reduce", "all_gather", "all_gather_uneven", "reduce_scatter", "reduce_scatter_uneven", "barrier")
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """What the ranks share the machine with, and how they are bound to it."""
+
+    quota: int = 0  # percent of one CPU for all ranks together; 0: no limit
+    pin: bool = False  # each rank on one CPU, round robin
+    busy: int = 0  # neighbours on the same CPUs
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Place:
+        return cls(**{name: row[name] for name in ("quota", "pin", "busy") if name in row})
+
+    def __str__(self) -> str:
+        words = [f"{self.busy} busy neighbours"] if self.busy else []
+        words += ["pinned"] if self.pin else []
+        words += [f"quota {self.quota} %"] if self.quota else []
+        return ", ".join(words)
+
+
+ALONE = Place()
+MATRIX_RANKS = (2, 3, 4, 8)
+MATRIX_BYTES = 5 * 4 * DDP_LAYER  # of the gradients
+MATRIX_FREE = tuple(Place(busy=busy) for busy in (0, 2, 4))
+MATRIX_PINNED = tuple(Place(busy=busy, pin=True) for busy in (0, 2, 4))
+MATRIX_QUOTA = (Place(quota=100),)
 
 
 @dataclass(frozen=True)
@@ -23,12 +54,12 @@ class Item:
     case: Case
     split: str
     ways: tuple[str, ...] = ("group",)
-    busy: int = 0  # neighbours on the same CPUs
+    place: Place = ALONE
 
     @property
-    def table(self) -> tuple[int, str, str, int, str]:
+    def table(self) -> tuple[Place, str, str, int, str]:
         """Rows with the same stand under one head."""
-        return self.busy, self.case.op, self.split, self.case.ranks, self.case.dtype
+        return self.place, self.case.op, self.split, self.case.ranks, self.case.dtype
 
 
 def parse_bytes(text: str) -> int:
@@ -38,14 +69,20 @@ def parse_bytes(text: str) -> int:
     return int(found[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[found[2].lower()]
 
 
-def parse_ranks(text: str) -> list[int]:
-    try:
-        ranks = [int(part) for part in text.split(",")]
-    except ValueError:
-        ranks = []
-    if not ranks or min(ranks) < 1:
-        raise argparse.ArgumentTypeError(f"expected rank counts such as 2 or 2,4,8, got {text!r}")
-    return ranks
+def parse_numbers(least: int, what: str) -> Callable[[str], list[int]]:
+    def parse(text: str) -> list[int]:
+        try:
+            numbers = [int(part) for part in text.split(",")]
+        except ValueError:
+            numbers = []
+        if not numbers or min(numbers) < least:
+            raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}")
+        return numbers
+
+    return parse
+
+
+parse_ranks = parse_numbers(1, "rank counts such as 2 or 2,4,8")
 
 
 def parse_splits(text: str) -> list[str]:
@@ -113,7 +150,7 @@ def make_items(
     dtype: str = "float32",
     redop: str = "sum",
     ways: tuple[str, ...] = ("group",),
-    busy: int = 0,
+    place: Place = ALONE,
 ) -> list[Item]:
     """The rows of a run on `ranks` ranks, each once, table by table."""
     found: dict[Item, None] = {}
@@ -124,5 +161,23 @@ def make_items(
         chosen = splits or (UNEVEN_SPLITS if name in ALIASES else ("even",))
         for split in chosen if OPS[op].cut else ("-",):
             for size in sizes if op != "barrier" else [0]:
-                found[Item(make_case(op, size, split, ranks, dtype, redop), split, ways, busy)] = None
+                found[Item(make_case(op, size, split, ranks, dtype, redop), split, ways, place)] = None
     return list(found)
+
+
+def small_items(ranks: int, place: Place = ALONE) -> list[Item]:
+    """One row per verb at 8 bytes, and per uneven verb at the smallest size with such chunks."""
+    verbs = [op for op in OPS if op not in ("p2p_bandwidth", "matmul_all_reduce", "ddp_step")]
+    elements = sum((1, 3)[r % 2] for r in range(ranks))  # one for each weight of SMALL_SPLIT
+    return [
+        *make_items(verbs, [8], None, ranks, ways=SMALL_WAYS[:-1], place=place),
+        *make_items(SMALL_UNEVEN, [4 * elements], [SMALL_SPLIT], ranks, ways=SMALL_WAYS, place=place),
+    ]
+
+
+def by_ranks(items: Iterable[Item]) -> dict[tuple[int, bool, int], list[Item]]:
+    """What is measured on the same ranks: by their number, whether they are pinned, and their quota."""
+    found: dict[tuple[int, bool, int], list[Item]] = {}
+    for item in items:
+        found.setdefault((item.case.ranks, item.place.pin, item.place.quota), []).append(item)
+    return found

@@ -16,6 +16,7 @@ from unisono.testing import RankPool
 from . import rows
 from .apart.cases import Case
 from .contenders import Order
+from .quota import cpu_quota
 
 ROW_LIMIT_S = 1800.0
 MEETING_S = 60.0
@@ -44,17 +45,20 @@ class StartedRanks:
 
     leads = True
 
-    def __init__(self, size: int, gloo: bool, backend: bool, peers: list[str]) -> None:
+    def __init__(
+        self, size: int, gloo: bool, backend: bool, peers: list[str], pin: bool = False, quota: int = 0
+    ) -> None:
         self.size = size
-        self._folder = tempfile.mkdtemp(prefix="unisono-bench-")
-        env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        self._pool = RankPool(size, env=env, group_timeout_s=300.0)
-        try:
+        with contextlib.ExitStack() as ending:
+            self._folder = tempfile.mkdtemp(prefix="unisono-bench-")
+            ending.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            tasks = ending.enter_context(cpu_quota(quota)) if quota else None
+            env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+            self._pool = ending.enter_context(RankPool(size, env=env, group_timeout_s=300.0))
+            if pin or quota:  # before the group is made, which looks at its CPUs then
+                self._pool.run(rows.settle, pin, tasks, own_group=True)
             self.facts: dict[str, Any] = self.call(rows.join, self._folder, gloo, backend, peers)[0]
-        except BaseException:
-            self._pool.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
+            self._ending = ending.pop_all()
 
     def call(self, fn: Any, *args: Any) -> list[Any]:
         return self._pool.run(fn, *args, timeout_s=ROW_LIMIT_S)
@@ -64,11 +68,8 @@ class StartedRanks:
         return row
 
     def close(self) -> None:
-        try:
+        with self._ending:
             self.call(rows.leave)
-        finally:
-            self._pool.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class GivenRanks:

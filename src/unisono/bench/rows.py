@@ -14,6 +14,7 @@ import gc
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from .apart.cases import OPS, Case, Lacking
 from .apart.turns import Channel, accept, listen
 from .contenders import LIMIT, Contender, Groups, Order, contenders_of
 from .peers import SILENCE_S, Team, start_teams
-from .ratios import summary
+from .ratios import FEWEST_ROUNDS, summary
 
 if TYPE_CHECKING:
     from unisono.group.group import Group
@@ -39,10 +40,15 @@ MOST_ROUNDS = 200
 SLOW_S = 0.5  # whose calls take longer is timed in the first SLOW_ROUNDS only, so that others are timed at all
 SLOW_ROUNDS = 3
 HOPELESS_S = 3.0  # a peer whose first call takes longer is left out of the row
+HOPELESS_ROWS = 2  # and after so many rows of an operation, out of the rest
 MEMORY_SHARE = 0.7  # of what is free may be taken by one row
 REFUSALS = (Lacking, RuntimeError, ValueError, TypeError, NotImplementedError)
 
 Turn = Callable[[int, int], float]  # warm-up calls, timed calls -> seconds per call of the slowest rank
+
+
+class Hopeless(Lacking):
+    """So slow that all others would wait for it."""
 
 
 @dataclass
@@ -54,9 +60,20 @@ class Stage:
     cpus: set[int]  # that any of the ranks may use
     teams: dict[str, list[Team]] = field(default_factory=dict)
     lacks: dict[str, str] = field(default_factory=dict)
+    hopeless: Counter[tuple[str, str]] = field(default_factory=Counter)  # rows, by peer and operation
 
 
 _stage: Stage | None = None
+
+
+def settle(group: Group, pin: bool, tasks: str | None) -> None:
+    """Move this rank into the control group whose list of tasks is given, and to one CPU, round robin."""
+    if tasks is not None:
+        Path(tasks).write_text(str(os.getpid()))
+    if pin:
+        cpus = sorted(os.sched_getaffinity(0))
+        for thread in os.listdir("/proc/self/task"):  # what this thread starts later follows it
+            os.sched_setaffinity(int(thread), {cpus[group.rank % len(cpus)]})
 
 
 def join(group: Group, folder: str, gloo: bool, backend: bool, peers: list[str]) -> dict[str, Any]:
@@ -255,11 +272,14 @@ def _lead(
         lacks |= {name: why for name, why in stage.lacks.items() if name not in stage.teams}
         for name, teams in stage.teams.items():
             try:
+                if stage.hopeless[name, case.op] >= HOPELESS_ROWS:
+                    raise Lacking(f"left out: too slow in {HOPELESS_ROWS} rows of {case.op} before")
                 team, wrong[name] = _best_team(teams, case, order.check)
                 chosen[name] = (team.name, team.run)
                 ending.callback(_drop, team)
             except Lacking as why:
                 lacks[name] = str(why)
+                stage.hopeless[name, case.op] += isinstance(why, Hopeless)
         rounds = _take_turns(chosen, case, order, warmup, crowded, lacks)
     results: dict[str, Any] = {}
     for name, (batch, seconds) in rounds.items():
@@ -292,13 +312,14 @@ def _take_turns(
     fewest = 10 if case.size_bytes <= 64 << 10 else 3 if case.size_bytes <= 4 << 20 else 1
     for name in chosen:
         # The best of three: a batch that noise made short would be measured as slower in every round.
-        tries: list[float] = []
-        while len(tries) < 3 and (once := take(name, fewest)) is not None:
-            tries.append(once)
-            if once > SLOW_S:
-                tries = [once] * 3
-        if len(tries) == 3:
-            rounds[name] = (max(fewest, min(MOST_CALLS, int(turn_s / max(min(tries), 1e-9)))), [])
+        least, tries = fewest, [take(name, 1)]
+        if tries[0] is not None and tries[0] > SLOW_S:
+            least = 1
+        else:
+            tries = [take(name, fewest) for _ in range(3) if name not in lacks]
+        if name not in lacks:
+            quickest = min(once for once in tries if once is not None)
+            rounds[name] = (max(least, min(MOST_CALLS, int(turn_s / max(quickest, 1e-9)))), [])
     shuffle = random.Random(repr(case))  # the same when repeated, another in each row
     names: list[str] = []
     start, done = time.monotonic(), 0
@@ -345,10 +366,9 @@ def _best_team(teams: list[Team], case: Case, check: bool) -> tuple[Team, int | 
     times: list[tuple[float, int, Team]] = []
     for team in alive:
         try:
-            wrong = team.prepare(case)
-            first = team.run(0, 1)
+            wrong, first = team.prepare(case)
             if first > HOPELESS_S:
-                why = Lacking(f"left out of this row: its first call took {first:.1f} s")
+                why = Hopeless(f"left out of this row: its first call took {first:.1f} s")
             else:
                 times.append((min(team.run(1, calls) for _ in range(3)) if len(alive) > 1 else first, wrong, team))
             team.drop()
@@ -369,8 +389,8 @@ def _drop(team: Team) -> None:
 def _enough(rounds: int, spent_s: float, order: Order) -> bool:
     if order.rounds is not None:
         return rounds >= order.rounds
-    if rounds < 15:  # fewer only where one round takes seconds
-        return rounds >= 5 and spent_s > 5 * order.seconds
+    if rounds < 15:  # fewer only where one round takes seconds, but enough for a range
+        return rounds >= FEWEST_ROUNDS and spent_s > 5 * order.seconds
     return rounds >= MOST_ROUNDS or spent_s > order.seconds
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 
 from .apart.cases import OPS
 from .contenders import KINDS, LIMIT, ON_GLOO, OURS
+from .plan import Place
 from .ratios import compare, short
 from .rows import free_bytes
 
@@ -29,6 +32,9 @@ NOTE = """\
 # x heap, x ordinary: how many times as long as unisono on such tensors, with its 95 % range; ~ means within the noise,
 # ? that there were too few rounds to tell."""
 LINE_EVERY_S = 30.0
+SHORT_S = 2.0  # runs that end sooner show no progress
+NAMES = ("count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong", "min", "p95", "limit")
+UNITS = ("(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)", "", "(us)", "(us)", "(us)")
 COLUMNS = (12, 11, 8, 7, 6, 9, 7, 7, 6, 9, 9, 9, 7)  # widths; the last columns are words
 
 
@@ -69,8 +75,9 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
-def header(facts: dict[str, Any]) -> str:
+def header(facts: dict[str, Any], command: list[str]) -> str:
     return (
+        f"# unisono bench {shlex.join(command)}".rstrip() + "\n"
         f"# unisono {facts['unisono']} bench, {facts['date']}: torch {facts['torch']}, "
         f"python {facts['python']}, {facts['system']}\n"
         f"# {facts['cpu']}, {facts['cpus']} CPUs for us, caches {' '.join(facts['caches'])}, "
@@ -102,47 +109,56 @@ def title_of(row: dict[str, Any]) -> str:
         words.append(f"split {row['split']}")
     if row["dtype"] != "float32":
         words.append(row["dtype"])
-    if row["busy"]:
-        words.append(f"{row['busy']} busy neighbours")
+    if place := str(Place.of(row)):
+        words.append(place)
     return ", ".join(words)
 
 
-def table_head(op: str, split: str, ranks: int, busy: int = 0) -> str:
-    names = ("size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong", "min", "p95", "limit")
-    units = ("(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)", "", "(us)", "(us)", "(us)")
-    beside = f", {busy} busy neighbours" if busy else ""
-    lines = [f"#\n# {op}, {ranks} rank{'s' if ranks != 1 else ''}, split {split}{beside}: {OPS[op].about}"]
-    for texts in ((*names, "x limit"), (*units, "")):
-        cells = [f"{text:>{width}}" for text, width in zip(texts, COLUMNS, strict=True)]
-        words = "who                x heap              x ordinary          how" if texts[0] == "size" else ""
-        lines.append(("#" + " ".join(cells)[1:] + f"  {words}").rstrip())
-    return "\n".join(lines)
+class Table:
+    """Rows as text: a head for each title, one line per contender, then what is lacking, each told once per head."""
+
+    def __init__(self) -> None:
+        self.title, self.told = "", set[str]()
+
+    def lines(self, row: dict[str, Any]) -> list[str]:
+        lines = []
+        if (title := title_of(row)) != self.title:
+            self.title, self.told = title, set()
+            lines += ["#", f"# {title}: {OPS[row['op']].about}", *HEAD]
+        if "left_out" in row:
+            return [*lines, f"# {show_bytes(row['size_bytes'])} left out: needs {show_bytes(row['left_out'])}"]
+        lines += [_line(row, name) for name in row["results"]]
+        lacking = [f"#   {name} lacking: {why}" for name, why in row["lacks"].items()]
+        lines += [line for line in lacking if line not in self.told]
+        self.told.update(lacking)
+        return lines
 
 
-def table_lines(row: dict[str, Any], told: set[str]) -> list[str]:
-    """A row as text: one line per contender, then what is lacking and was not `told` in this table yet."""
-    if "left_out" in row:
-        return [f"# {show_bytes(row['size_bytes'])} left out: needs {show_bytes(row['left_out'])}"]
+def _line(row: dict[str, Any], name: str) -> str:
+    result = row["results"][name]
     limit = row[LIMIT]["time_us"] if row[LIMIT] else None
-    lines = []
-    for name, result in row["results"].items():
-        wrong = result["wrong"]
-        cells = [
-            *(str(row["size_bytes"]), str(row["count"]), row["dtype"], row["redop"], str(row["root"])),
-            *(show_us(result["time_us"]), f"{result['algbw']:.2f}", f"{result['busbw']:.2f}"),
-            *("N/A" if wrong is None else str(wrong), show_us(result["min_us"]), show_us(result["p95_us"])),
-            *(show_us(limit), short(result["times_limit"]) if limit else "-"),
-        ]
-        text = " ".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS, strict=True))
-        ratios = [_ratio_text(result["ratios"].get(kind)) for kind in KINDS]
-        lines.append(f"{text}  {name:<18} {ratios[0]:<19} {ratios[1]:<19} {result['variant']}".rstrip())
-    lacking = [f"#   {name} lacking: {why}" for name, why in row["lacks"].items()]
-    lines += [line for line in lacking if line not in told]
-    told.update(lacking)
-    return lines
+    wrong = result["wrong"]
+    cells = [
+        *(str(row["size_bytes"]), str(row["count"]), row["dtype"], row["redop"], str(row["root"])),
+        *(show_us(result["time_us"]), f"{result['algbw']:.2f}", f"{result['busbw']:.2f}"),
+        *("N/A" if wrong is None else str(wrong), show_us(result["min_us"]), show_us(result["p95_us"])),
+        *(show_us(limit), short(result["times_limit"]) if limit else "-"),
+    ]
+    ratios = [ratio_text(result["ratios"].get(kind)) for kind in KINDS]
+    return f"{_columns(cells)}  {name:<18} {ratios[0]:<19} {ratios[1]:<19} {result['variant']}".rstrip()
 
 
-def _ratio_text(ratio: dict[str, Any] | None) -> str:
+def _columns(cells: Sequence[str]) -> str:
+    return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS, strict=True))
+
+
+HEAD = [
+    f"#{_columns(('size', *NAMES, 'x limit'))[1:]}  who                x heap              x ordinary          how",
+    f"#{_columns(('(B)', *UNITS, ''))[1:]}".rstrip(),
+]
+
+
+def ratio_text(ratio: dict[str, Any] | None) -> str:
     if ratio is None:
         return "-"
     if ratio["low"] is None:
@@ -175,34 +191,28 @@ def standing_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 
 class Progress:
-    """How far a run is, on standard error: a bar on a terminal, else a line now and then."""
+    """How far a run is and when it may end, on standard error: one line on a terminal, else a line now and then."""
 
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.start = max(total, 1), 0, time.monotonic()
-        self.shown = sys.stderr.isatty()
-        self.told = self.start
+    def __init__(self, total: int, start: float) -> None:
+        self.total, self.done, self.start, self.told = total, 0, start, start
+        self.terminal = sys.stderr.isatty()
 
     def show(self, what: str) -> None:
-        if not self.shown:
-            return
-        filled = 24 * self.done // self.total
-        bar = "#" * filled + "." * (24 - filled)
-        sys.stderr.write(f"\r\x1b[K[{bar}] {self.done}/{self.total}  {what}  {self.left()}")
-        sys.stderr.flush()
-
-    def left(self) -> str:
-        """The time left, at the pace so far."""
-        spent = time.monotonic() - self.start
-        return f"about {spent / self.done * (self.total - self.done):.0f} s left" if self.done else ""
+        """Before a row; nothing in a run that ends soon."""
+        now = time.monotonic()
+        left = f", about {(now - self.start) / self.done * (self.total - self.done):.0f} s left" if self.done else ""
+        text = f"{self.done}/{self.total} rows{left}; now {what}"
+        if self.terminal and now - self.start > SHORT_S:
+            filled = 24 * self.done // self.total
+            sys.stderr.write(f"\r\x1b[K[{'#' * filled}{'.' * (24 - filled)}] {text}")
+            sys.stderr.flush()
+        elif not self.terminal and now - self.told > LINE_EVERY_S:
+            self.told = now
+            print(f"# {text}", file=sys.stderr, flush=True)
 
     def step(self) -> None:
+        """After a row: room for what is printed about it."""
         self.done += 1
-        self.clear()
-        if not self.shown and time.monotonic() - self.told > LINE_EVERY_S and self.done < self.total:
-            self.told = time.monotonic()
-            print(f"# {self.done} of {self.total} rows, {self.left()}", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        if self.shown:
+        if self.terminal:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()

@@ -11,7 +11,7 @@ from typing import Any
 
 from .apart.cases import OPS
 from .contenders import EVEN, ON_GLOO
-from .plan import Item, make_case
+from .plan import MATRIX_BYTES, MATRIX_FREE, MATRIX_PINNED, MATRIX_QUOTA, MATRIX_RANKS, Item, Place, make_case
 from .table import show_bytes, title_of
 
 Row = dict[str, Any]
@@ -83,41 +83,42 @@ class Target:
     ops: tuple[str, ...] = ()  # of any, if empty; then also of any size, split, ranks
     sizes: tuple[int, ...] = ()
     splits: tuple[str, ...] = ("-",)
-    ranks: int = 2
+    ranks: tuple[int, ...] = (2,)
     dtype: str = "float32"
-    busy: int = 0
+    places: tuple[Place, ...] = (Place(),)
     at_least: bool = False
     noise: bool = False  # met as well where the noise leaves it open
 
     def items(self) -> list[Item]:
         """The rows this promise is about, and those it compares them with."""
-        found: list[Item] = []
-        for op in self.ops:
-            for split in ["-"] if not OPS[op].cut else self.splits:
-                for size in self.sizes:
-                    ways = self._ways(size)
-                    dtypes = [self.dtype, *(["float32"] if self.quantity is times_float32 else [])]
-                    cases = [make_case(op, size, split, self.ranks, d, "sum") for d in dtypes]
-                    found += [Item(case, split, ways, self.busy) for case in cases]
-        return found
+        dtypes = [self.dtype, *(["float32"] if self.quantity is times_float32 else [])]
+        return [
+            Item(make_case(op, size, split, ranks, dtype, "sum"), split, self._ways(size), place)
+            for op in self.ops
+            for split in (self.splits if OPS[op].cut else ["-"])
+            for size in self.sizes
+            for ranks in self.ranks
+            for dtype in dtypes
+            for place in self.places
+        ]
 
     def _ways(self, size: int) -> tuple[str, ...]:
         if self.who == ON_GLOO:
             return "group", ON_GLOO
         if self.quantity is times_even:
             return "group", EVEN
-        return WAYS_OF_TINY if size == 8 and self.ranks == 2 else ("group",)
+        return WAYS_OF_TINY if size == 8 and self.ranks == (2,) else ("group",)
 
     def about(self, row: Row) -> bool:
         if "results" not in row or row["redop"] not in ("sum", "none") or row["dtype"] != self.dtype:
             return False
-        if row["busy"] != self.busy:
+        if Place.of(row) not in self.places:
             return False
         if not self.ops:
             return bool(row["ranks"] > 1)
         near = any(abs(row["size_bytes"] / size - 1) < 0.01 for size in self.sizes)
         in_splits = not OPS[row["op"]].cut or row["split"] in self.splits
-        return bool(row["op"] in self.ops and row["ranks"] == self.ranks and near and in_splits)
+        return bool(row["op"] in self.ops and row["ranks"] in self.ranks and near and in_splits)
 
     def shortfall(self, value: float) -> float:
         """How far from the bound, as a fraction of it; 0 or less when it is met."""
@@ -143,10 +144,10 @@ TARGETS: tuple[Target, ...] = (
         for way, bound in (("", 1.0), ("comm_func", 2.5), ("dist", 6.0))
         for kind in ("heap", "ordinary")
     ),
-    Target("8 B, 4 ranks", "heap", time_us, 12.0, "us", ("all_reduce",), (8,), ranks=4),
-    Target("1 MiB, 4 ranks", "heap", times_limit, 1.6, "x limit", ("all_reduce",), (MIB,), ranks=4),
-    Target("8 B, 8 ranks", "heap", time_us, 35.0, "us", ("all_reduce",), (8,), ranks=8),
-    Target("1 MiB, 8 ranks", "heap", times_limit, 2.0, "x limit", ("all_reduce",), (MIB,), ranks=8),
+    Target("8 B, 4 ranks", "heap", time_us, 12.0, "us", ("all_reduce",), (8,), ranks=(4,)),
+    Target("1 MiB, 4 ranks", "heap", times_limit, 1.6, "x limit", ("all_reduce",), (MIB,), ranks=(4,)),
+    Target("8 B, 8 ranks", "heap", time_us, 35.0, "us", ("all_reduce",), (8,), ranks=(8,)),
+    Target("1 MiB, 8 ranks", "heap", times_limit, 2.0, "x limit", ("all_reduce",), (MIB,), ranks=(8,)),
     Target("bfloat16 64 MiB", "heap", times_float32, 1.2, "x float32", ("all_reduce",), (64 * MIB,), dtype="bfloat16"),
     *(
         Target(
@@ -179,20 +180,23 @@ TARGETS: tuple[Target, ...] = (
     ),
     *(
         Target(
-            f"training beside {busy} busy",
+            text,
             "ordinary",
             ahead_of(("gloo",)),
             1.0,
             "x faster",
             ("ddp_step",),
-            (5 * 256 * KIB,),
-            ranks=ranks,
-            busy=busy,
+            (MATRIX_BYTES,),
+            ranks=MATRIX_RANKS,
+            places=places,
             at_least=True,
             noise=True,
         )
-        for ranks in (2, 3, 4, 8)
-        for busy in (0, 2, 4)
+        for text, places in (
+            ("training beside busy", MATRIX_FREE),
+            ("the same, pinned", MATRIX_PINNED),
+            ("training under quota", MATRIX_QUOTA),
+        )
     ),
     *(
         Target("nobody is faster", kind, ahead_of(EVERYBODY), 1.0, "x faster", at_least=True, noise=True)
@@ -201,19 +205,16 @@ TARGETS: tuple[Target, ...] = (
 )
 
 
-def target_items() -> dict[int, list[Item]]:
-    """The rows that all targets need, by number of ranks; a row asked for twice has the ways of both."""
-    merged: dict[tuple[Any, str, int], Item] = {}
+def target_items() -> list[Item]:
+    """The rows that all targets need; a row asked for twice has the ways of both."""
+    merged: dict[tuple[Any, str, Place], Item] = {}
     for target in TARGETS:
         for item in target.items():
-            key = item.case, item.split, item.busy
+            key = item.case, item.split, item.place
             old = merged.get(key)
             ways = tuple(dict.fromkeys([*(old.ways if old else ()), *item.ways]))
-            merged[key] = Item(item.case, item.split, ways, item.busy)
-    by_ranks: dict[int, list[Item]] = {}
-    for item in sorted(merged.values(), key=lambda item: (*item.table, item.case.count)):
-        by_ranks.setdefault(item.case.ranks, []).append(item)
-    return dict(sorted(by_ranks.items()))
+            merged[key] = Item(item.case, item.split, ways, item.place)
+    return sorted(merged.values(), key=lambda item: (item.case.ranks, *item.table, item.case.count))
 
 
 def judge(rows: Iterable[Row]) -> list[dict[str, Any]]:

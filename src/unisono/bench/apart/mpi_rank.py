@@ -47,13 +47,13 @@ class MpiJob:
         self.arrays = Arrays(case, comm.rank)
         self.call = self._call(case)
 
-    def check(self) -> int:
+    def check(self) -> tuple[int, float]:
         self.arrays.fill()
         self.comm.Barrier()
-        self.call()
+        seconds = timed(self.call, 1)
         wrong = self.arrays.count_wrong()
         self.arrays.clear()
-        return wrong
+        return wrong, seconds
 
     def run(self, warmup: int, calls: int) -> float:
         for _ in range(warmup):

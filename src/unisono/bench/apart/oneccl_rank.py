@@ -93,13 +93,13 @@ class CclJob:
             raise Lacking(self.library.unisono_ccl_error().decode().splitlines()[0])
         return seconds
 
-    def check(self) -> int:
+    def check(self) -> tuple[int, float]:
         self.arrays.fill()
         self._loop(self.meeting, 1)
-        self._loop(self.case, 1)
+        seconds = self._loop(self.case, 1)
         wrong = self.arrays.count_wrong()
         self.arrays.clear()
-        return wrong
+        return wrong, seconds
 
     def run(self, warmup: int, calls: int) -> float:
         if warmup:

@@ -5,7 +5,7 @@ untimed calls, a barrier of the same library, and a batch of timed calls; every 
 :func:`timed`, and the leader takes the slowest rank's time.
 
     leader -> rank   {"prepare": case}    {"run": [warmup, calls]}    {"drop": 1}    end of file: quit
-    rank -> leader   {"wrong": 0}  or {"lacks": "why"}    {"seconds": 1.2e-6}    {"dropped": 1}
+    rank -> leader   {"wrong": 0, "seconds": 1.2e-6}  or {"lacks": "why"}    {"seconds": 1.2e-6}    {"dropped": 1}
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def accept(
 class PeerJob(Protocol):
     """A case made ready on one rank of a peer."""
 
-    def check(self) -> int:
-        """Runs it once on test values and counts wrong elements."""
+    def check(self) -> tuple[int, float]:
+        """Runs it once on test values: wrong elements, and the call's seconds."""
 
     def run(self, warmup: int, calls: int) -> float:
         """Seconds per call on this rank, after the warm-up and a barrier."""
@@ -129,7 +129,8 @@ def serve_turns(path: str, rank: int, library: str, make: Callable[[Case], PeerJ
         if "prepare" in order:
             try:
                 job = make(Case.from_json(order["prepare"]))
-                channel.send({"wrong": job.check()})
+                wrong, seconds = job.check()
+                channel.send({"wrong": wrong, "seconds": seconds})
             except Lacking as lack:
                 job = None
                 channel.send({"lacks": str(lack)})
