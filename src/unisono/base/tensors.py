@@ -77,6 +77,13 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     return empty(tensor.shape, dtype=tensor.dtype) if made is None else made
 
 
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy if it has gaps or is a lazy view: what a transport can read."""
+    if tensor.layout is not torch.strided:
+        return tensor  # the transport says whether it takes it
+    return tensor.contiguous().resolve_conj().resolve_neg()
+
+
 def is_shared(tensor: torch.Tensor) -> bool:
     """Says whether a tensor's bytes are in the heap, of this process or of another rank; views count."""
     if not isinstance(tensor, torch.Tensor):

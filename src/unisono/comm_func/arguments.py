@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
@@ -103,12 +102,3 @@ def _read(sizes: SplitsLike) -> Sequence[int]:
     if type(sizes) is str or type(sizes) in ops.TORCH_CLASSES:
         raise TypeError(f"the split sizes come before 'op': expected a list of whole numbers, or None, got {sizes}")
     return tuple(sizes) if is_compiling() else splits_of(sizes)  # sizes may be symbols there
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if it has gaps or is a lazy view: what a transport can read."""
-    if tensor.layout is not torch.strided:
-        return tensor  # the transport says whether it takes it
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
-    return tensor.contiguous().resolve_conj().resolve_neg()

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ..base.handle import Handle
+from ..base.tensors import plain
 from ..calls.groups import transport as transport_of_group
 from ..group.names import GroupLike
 from ..transport.protocol import Transport
-from .arguments import exchange_counts, plain, row_count
+from .arguments import exchange_counts, row_count
 from .dispatch import transport, transport_of_all
 from .operators import Operators
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ..base.handle import Handle
+from ..base.tensors import plain
 from ..calls.groups import group_rank, transport
 from ..group.names import GroupLike
 from ..transport.protocol import Transport
-from .arguments import expect_tensor, plain
+from .arguments import expect_tensor
 
 
 def send(tensor: Tensor, dst: int = 0, group: GroupLike = None, tag: int = 0) -> None:

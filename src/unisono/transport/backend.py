@@ -26,6 +26,7 @@ from ..base import ops
 from ..base.counter import Counter
 from ..base.errors import make_argument_error
 from ..base.handle import Handle, Pending
+from ..base.tensors import plain
 from .agreement import NO_OP, Request, compare
 from .pending import Step, WorksPending, nothing
 from .protocol import Counts, Factor, Output, Seconds, Tensors
@@ -50,7 +51,7 @@ def _verb(output: int, input: int, root: int | None = None) -> Callable[[Verb], 
             rows = args[output]
             if isinstance(rows, int):
                 tensors = list(args)
-                like = tensors[input] = _plain(args[input])
+                like = tensors[input] = plain(args[input])
                 tensors[output] = None
                 if root is None or args[root] == self.rank:
                     if like.layout is not torch.strided and rows < 0:
@@ -380,13 +381,6 @@ def check_reduction(dtype: torch.dtype, op: int) -> None:
 def _copy_unless_same(to: Tensor, source: Tensor) -> None:
     if to.data_ptr() != source.data_ptr():
         to.copy_(source.view(to.shape))
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if it has gaps or is a lazy view: what a backend can read."""
-    if tensor.layout is not torch.strided:
-        return tensor  # the backend says whether it takes it
-    return tensor.contiguous().resolve_conj().resolve_neg()
 
 
 def _is_plain(tensor: Tensor) -> bool:
