@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
 
@@ -209,6 +208,14 @@ add("the profiler sees nothing", instead(torch_face, "_profiling", lambda: False
 # --- groups, barriers, time limits --------------------------------------------------------------------------
 
 
+def _no_limit(right: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: Any, verb: str, arguments: Any, opts: Any, *rest: Any, **options: Any) -> Any:
+        opts.timeout = torch_face._UNSET
+        return right(self, verb, arguments, opts, *rest, **options)
+
+    return run
+
+
 def _sorted(right: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, ranks, *args, **options: right(self, sorted(ranks), *args, **options)
 
@@ -237,9 +244,8 @@ add("abort: does nothing", instead(ProcessGroupUnisono, "abort", lambda self: No
     ("test_groups", "test_abort", {"how": "method"}))  # fmt: skip
 add("set_timeout: does nothing", instead(ProcessGroupUnisono, "set_timeout", lambda self, timeout: None),
     *limits_of("_by_set_timeout"))  # fmt: skip
-NO_LIMIT = instead(torch_face, "_UNSET", mock.ANY)  # every limit is taken for one that was not given
-add("a call's time limit is ignored", NO_LIMIT, *limits_of("_by_options"))
-add("a sync call's time limit is ignored", NO_LIMIT, *limits_of("_by_sync_options"))
+add("a call's time limit is ignored", around("_run", _no_limit), *limits_of("_by_options"))
+add("a sync call's time limit is ignored", around("_run", _no_limit), *limits_of("_by_sync_options"))
 add("shutdown: does nothing", instead(ProcessGroupUnisono, "shutdown", lambda self: None),
     ("test_groups", "test_groups_come_and_go", {}))  # fmt: skip
 

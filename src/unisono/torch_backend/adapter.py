@@ -334,12 +334,10 @@ class ProcessGroupAdapter:
         ``outputs`` is what its future holds, a list of the first argument if None; ``name`` is what torch calls the
         function, in errors and in the profiler, if not like the verb.
         """
-        if not opts.asyncOp and self._batch is None and not _profiling():
-            limit = opts.timeout
-            timeout_s = self._timeout_s if limit == _UNSET else limit.total_seconds()
+        if self._batch is None and not _profiling():
             try:
-                getattr(self.unisono_group.transport, verb)(*arguments, timeout_s, False)
-                return FINISHED
+                if self.unisono_group.transport.call_now(verb, arguments, opts, self._timeout_s):
+                    return FINISHED
             except ArgumentError:  # before anything was sent
                 pass  # below the call is made with copies if that helps, or refused again
         return self._start(verb, name or verb, [arguments], opts, list(arguments[:1]) if outputs is None else outputs)
