@@ -19,19 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-    Store,
-)
+from torch._C import _distributed_c10d as c10d
 
 from ..base import tensors
 from ..base.counter import Counter
@@ -47,7 +35,7 @@ from .strided import Copies, is_plain, overlapping
 _CPU = torch.device("cpu")
 _STRIDED = torch.strided
 _UNSET = timedelta(milliseconds=-1)  # torch's word for: the group's timeout
-_IN_BACKGROUND = BarrierOptions()  # as torch makes them: asyncOp, and the group's timeout
+_IN_BACKGROUND = c10d.BarrierOptions()  # as torch makes them: asyncOp, and the group's timeout
 _profiling = torch._C._autograd._profiler_enabled
 
 # Functions of torch that ask for a message and then wait for it at once.
@@ -67,7 +55,7 @@ class ProcessGroupAdapter:
     supports_shrinking = False
     group_type: type[Any]  # what a split gives; set in registration.py
 
-    def _begin(self, group: Group, store: Store | None) -> None:
+    def _begin(self, group: Group, store: c10d.Store | None) -> None:
         self.unisono_group = group
         self._store = store
         self._timeout_s = 0.0  # 0: the group's own
@@ -128,7 +116,7 @@ class ProcessGroupAdapter:
             )
         return self
 
-    def get_group_store(self) -> Store | None:
+    def get_group_store(self) -> c10d.Store | None:
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -202,7 +190,7 @@ class ProcessGroupAdapter:
     # -- collectives
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Timeout = None) -> Work:
-        opts = options(AllreduceOptions, opts, timeout)
+        opts = options(c10d.AllreduceOptions, opts, timeout)
         tensor = one(tensors)
         if tensor.layout is not _STRIDED:
             return self._reduce_sparse(tensor, opts.reduceOp)
@@ -214,47 +202,47 @@ class ProcessGroupAdapter:
     allreduce_sparse = allreduce
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        opts = options(AllreduceCoalescedOptions, opts)
+        opts = options(c10d.AllreduceCoalescedOptions, opts)
         calls = [(tensor, None, opts.reduceOp, None) for tensor in tensors]
         return self._run_all("all_reduce", "all_reduce_coalesced", calls, opts, list(tensors))
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Timeout = None) -> Work:
-        opts = options(ReduceOptions, opts, op, timeout)
+        opts = options(c10d.ReduceOptions, opts, op, timeout)
         return self._run("reduce", (one(tensors), opts.rootRank, None, opts.reduceOp, None), opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Timeout = None) -> Work:
-        opts = options(BroadcastOptions, opts, timeout)
+        opts = options(c10d.BroadcastOptions, opts, timeout)
         return self._run("broadcast", (one(tensors), opts.rootRank, None), opts)
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> Work:
-        opts = options(AllgatherOptions, opts, timeout)
+        opts = options(c10d.AllgatherOptions, opts, timeout)
         return self._run("all_gather", (inner(output_lists), one(inputs), None), opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None, timeout: Timeout = None) -> Work:
-        opts = options(AllgatherOptions, opts, timeout)
+        opts = options(c10d.AllgatherOptions, opts, timeout)
         return self._run("all_gather", (output, input, None), opts, name="_all_gather_base")
 
     _allgather_base = all_gather_single
 
     def allgather_coalesced(self, output_lists: Any, inputs: Sequence[Tensor], opts: Any = None) -> Work:
         calls = [([of_rank[i] for of_rank in output_lists], tensor, None) for i, tensor in enumerate(inputs)]
-        return self._run_all("all_gather", "all_gather", calls, options(AllgatherOptions, opts), output_lists)
+        return self._run_all("all_gather", "all_gather", calls, options(c10d.AllgatherOptions, opts), output_lists)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         calls = [(output, input, None) for output, input in zip(outputs, inputs, strict=True)]
-        opts = options(AllgatherOptions, opts)
+        opts = options(c10d.AllgatherOptions, opts)
         return self._run_all("all_gather", "all_gather_into_tensor_coalesced", calls, opts, outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None, timeout: Timeout = None) -> Work:
-        opts = options(ReduceScatterOptions, opts, timeout)
+        opts = options(c10d.ReduceScatterOptions, opts, timeout)
         return self._run("reduce_scatter", (one(outputs), inner(input_lists), None, opts.reduceOp, None), opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None, timeout: Timeout = None) -> Work:
-        opts = options(ReduceScatterOptions, opts, timeout)
+        opts = options(c10d.ReduceScatterOptions, opts, timeout)
         arguments = (output, input, None, opts.reduceOp, None)
         return self._run("reduce_scatter", arguments, opts, name="_reduce_scatter_base")
 
@@ -263,25 +251,25 @@ class ProcessGroupAdapter:
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        opts = options(ReduceScatterOptions, opts)
+        opts = options(c10d.ReduceScatterOptions, opts)
         calls = [(output, input, None, opts.reduceOp, None) for output, input in zip(outputs, inputs, strict=True)]
         return self._run_all("reduce_scatter", "reduce_scatter_tensor_coalesced", calls, opts, outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> Work:
-        opts = options(GatherOptions, opts, timeout)
+        opts = options(c10d.GatherOptions, opts, timeout)
         outputs = inner(output_lists)
         return self._run("gather", (outputs or None, one(inputs), opts.rootRank, None), opts, [outputs])
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any = None, timeout: Timeout = None) -> Work:
-        opts = options(ScatterOptions, opts, timeout)
+        opts = options(c10d.ScatterOptions, opts, timeout)
         return self._run("scatter", (one(outputs), inner(input_lists) or None, opts.rootRank, None), opts)
 
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None, timeout: Timeout = None
     ) -> Work:
-        opts = options(AllToAllOptions, opts, timeout)
+        opts = options(c10d.AllToAllOptions, opts, timeout)
         outputs = list(outputs)
         return self._run("all_to_all", (outputs, list(inputs), None, None), opts, outputs)
 
@@ -294,7 +282,7 @@ class ProcessGroupAdapter:
         opts: Any = None,
         timeout: Timeout = None,
     ) -> Work:
-        opts = options(AllToAllOptions, opts, timeout)
+        opts = options(c10d.AllToAllOptions, opts, timeout)
         size = self.unisono_group.size
         both = counts(output, output_split_sizes, size), counts(input, input_split_sizes, size)
         return self._run("all_to_all", (output, input, *both), opts)
@@ -302,12 +290,12 @@ class ProcessGroupAdapter:
     alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None, timeout: Timeout = None) -> Work:
-        opts = options(BarrierOptions, opts, timeout)
+        opts = options(c10d.BarrierOptions, opts, timeout)
         return self._run("barrier", (), opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """A barrier in which rank 0 names the ranks that did not come in time."""
-        if isinstance(timeout, BarrierOptions):
+        if isinstance(timeout, c10d.BarrierOptions):
             timeout = None if timeout.timeout == _UNSET else timeout.timeout
         number = self._monitored.next()
         limit_s = self.unisono_group.timeout_s if timeout is None else timeout.total_seconds()
@@ -316,10 +304,10 @@ class ProcessGroupAdapter:
     # -- point to point
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
-        return self._message("send", "send", one(tensors), dst, tag, sys._getframe(1))
+        return self._message("send", "send", one(tensors), dst, tag, sys._getframe().f_back)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
-        return self._message("recv", "recv", one(tensors), src, tag, sys._getframe(1))
+        return self._message("recv", "recv", one(tensors), src, tag, sys._getframe().f_back)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         return self._message("recv", "recvAnySource", one(tensors), None, tag, None)

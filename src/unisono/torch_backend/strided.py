@@ -112,8 +112,6 @@ def overlapping(calls: Sequence[tuple[Any, ...]]) -> set[int]:
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:
     """The first address of a tensor, and the first behind it."""
     start = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return start, start + tensor.numel() * tensor.element_size()
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.element_size()
 
