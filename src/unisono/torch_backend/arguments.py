@@ -15,13 +15,8 @@ from . import refusals
 
 Timeout: TypeAlias = timedelta | None
 
-# What torch's plain forms give in the place of options -> the option that it is.
-_OPTIONS = {
-    int: "rootRank",
-    timedelta: "timeout",
-    dist.ReduceOp: "reduceOp",
-    dist.ReduceOp.RedOpType: "reduceOp",
-}
+# What torch's plain forms give in the place of options -> the option that it is; numbers of any type are roots.
+_OPTIONS = {timedelta: "timeout", dist.ReduceOp: "reduceOp", dist.ReduceOp.RedOpType: "reduceOp"}
 
 
 def settled(argument: Any) -> Any:
@@ -40,7 +35,7 @@ def options(kind: type[Any], given: Any, *more: Any) -> Any:
     made = kind()
     for value in (given, *more):
         if value is not None:
-            setattr(made, _OPTIONS[type(value)], value)
+            setattr(made, _OPTIONS.get(type(value), "rootRank"), value)
     return made
 
 
