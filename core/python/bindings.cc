@@ -1,6 +1,9 @@
 // The Python module unisono._core: the table of what it offers, and the functions that need no file of their own. This
 // folder is the only place that knows both Python's objects and the core.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/chrono.h>
+
+#include <chrono>
 
 #include "kernels/gemm.h"
 #include "kernels/reduce.h"
@@ -68,6 +71,26 @@ nb::dict numbers_of(const char* (*name)(Enum)) {
   nb::dict dict;
   for (int i = 0; i < static_cast<int>(Enum::count_); i++) dict[name(static_cast<Enum>(i))] = i;
   return dict;
+}
+
+// Calls a verb for torch, by its name: now, with the time limit of torch's options, or `timeout_s` if they have none.
+// False: they ask for a call in the background. One step here, since the parts take longer in Python than the call.
+bool call_now(nb::handle communicator, nb::handle verb, nb::tuple arguments, nb::handle options, nb::handle timeout_s) {
+  static PyObject *async_op = PyUnicode_InternFromString("asyncOp"), *timeout = PyUnicode_InternFromString("timeout");
+  if (nb::object(options.attr(nb::handle(async_op))).ptr() == Py_True) return false;
+  constexpr std::chrono::microseconds unset = std::chrono::milliseconds(-1);  // torch's word for it
+  const auto limit = nb::cast<std::chrono::microseconds>(options.attr(nb::handle(timeout)));
+  nb::object seconds =
+      limit == unset ? nb::borrow(timeout_s) : nb::object(nb::float_(std::chrono::duration<double>(limit).count()));
+  constexpr size_t most = 5;  // arguments of a verb, without the last two
+  PyObject* all[1 + most + 2] = {communicator.ptr()};
+  size_t count = 1;
+  if (nb::len(arguments) > most) throw nb::value_error("too many arguments for a verb");
+  for (nb::handle argument : arguments) all[count++] = argument.ptr();
+  all[count++] = seconds.ptr();
+  all[count++] = Py_False;
+  if (!nb::steal(PyObject_VectorcallMethod(verb.ptr(), all, count, nullptr)).is_valid()) nb::raise_python_error();
+  return true;
 }
 
 // A parameter that takes any object: None too, so that the verb refuses it by name.
@@ -141,6 +164,7 @@ void add_verbs(nb::class_<Communicator>& communicator) {
            "residual"_any, "counts"_any, "hash"_a, "words"_any, "timeout_s"_any)
       .def("send", &Communicator::send, "tensor"_any, "dst"_any, "tag"_any, "timeout_s"_any, "async_op"_a)
       .def("recv", &Communicator::recv, "tensor"_any, "src"_any, "tag"_any, "timeout_s"_any, "async_op"_a)
+      .def("call_now", &call_now, "verb"_any, "arguments"_a, "options"_any, "timeout_s"_any)
       .def("new_like", &Communicator::new_like, "tensor"_any)
       .def("new_rows", &Communicator::new_rows, "tensor"_any, "rows"_any);
 }

@@ -209,7 +209,11 @@ add("the profiler sees nothing", instead(torch_face, "_profiling", lambda: False
 
 
 def _no_limit(right: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, opts, timeout: (right(self, opts, timeout)[0], 0.0)
+    def run(self: Any, verb: str, arguments: Any, opts: Any, *rest: Any, **options: Any) -> Any:
+        opts.timeout = torch_face._UNSET
+        return right(self, verb, arguments, opts, *rest, **options)
+
+    return run
 
 
 def _sorted(right: Callable[..., Any]) -> Callable[..., Any]:
@@ -240,8 +244,8 @@ add("abort: does nothing", instead(ProcessGroupUnisono, "abort", lambda self: No
     ("test_groups", "test_abort", {"how": "method"}))  # fmt: skip
 add("set_timeout: does nothing", instead(ProcessGroupUnisono, "set_timeout", lambda self, timeout: None),
     *limits_of("_by_set_timeout"))  # fmt: skip
-add("a call's time limit is ignored", around("_manner", _no_limit), *limits_of("_by_options"))
-add("a sync call's time limit is ignored", around("_manner", _no_limit), *limits_of("_by_sync_options"))
+add("a call's time limit is ignored", around("_run", _no_limit), *limits_of("_by_options"))
+add("a sync call's time limit is ignored", around("_run", _no_limit), *limits_of("_by_sync_options"))
 add("shutdown: does nothing", instead(ProcessGroupUnisono, "shutdown", lambda self: None),
     ("test_groups", "test_groups_come_and_go", {}))  # fmt: skip
 

@@ -1,5 +1,7 @@
 """send, recv, isend, irecv, batch_isend_irecv: values, tags, any source, to itself, in groups of some ranks."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ import torch.distributed as dist
 from tests import reference
 from tests.reference import MOVABLE
 from tests.torch_backend import world
+from unisono.torch_backend.adapter import ProcessGroupAdapter
 
 SIZES = (0, 1, 7, 1021, 16_385, 300_001)
 
@@ -211,3 +214,25 @@ def _complex():
 @pytest.mark.parametrize("size", [2])
 def test_complex(ranks, size):
     ranks.run(_complex)
+
+
+def _nothing_in_the_background():
+    def refuse(*_):
+        raise AssertionError("a message was left to the background")
+
+    rank = dist.get_rank()
+    with mock.patch.object(ProcessGroupAdapter, "_start", refuse):
+        t = torch.full((3,), float(rank))
+        if rank == 0:
+            dist.send(t, 1)
+            dist.recv(t, 1)
+        else:
+            got = torch.empty(3)
+            assert dist.recv(got, 0) == 0
+            dist.send(got + t, 0)
+    return t.tolist()
+
+
+@pytest.mark.parametrize("size", [2])
+def test_send_and_recv_run_in_the_callers_thread(ranks, size):
+    assert ranks.run(_nothing_in_the_background)[0] == [1.0, 1.0, 1.0]

@@ -3,8 +3,9 @@ their bytes with. ``"cpu:gloo,npu:hccl"`` makes one group that takes both kinds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -93,26 +94,21 @@ class ProcessGroupHCCL(ProcessGroupUnisono):
     # -- how a call is made: the CPU tensors go down, the caller's own tensors are what futures hold
 
     def _run(
-        self,
-        name: str,
-        verb: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        outputs: Any,
-        opts: Any,
-        timeout: timedelta | None,
+        self, verb: str, arguments: tuple[Any, ...], opts: Any, outputs: Any = None, name: str | None = None
     ) -> Work:
         lower = _Lowering(self._takes_cpu)
-        return lower.back(super()._run(name, verb, lower(arguments), lower(outputs), opts, timeout), outputs)
+        outputs = list(arguments[:1]) if outputs is None else outputs
+        return lower.back(super()._run(verb, lower(arguments), opts, lower(outputs), name), outputs)
 
-    def _run_all(
-        self, name: str, verb: Callable[..., Any], calls: Sequence[tuple[Any, ...]], outputs: Any, opts: Any
+    def _run_all(self, verb: str, name: str, calls: Sequence[tuple[Any, ...]], opts: Any, outputs: Any) -> Work:
+        lower = _Lowering(self._takes_cpu)
+        return lower.back(super()._run_all(verb, name, lower(calls), opts, lower(outputs)), outputs)
+
+    def _message(
+        self, verb: str, name: str, tensor: Tensor, peer: int | None, tag: int, caller: FrameType | None
     ) -> Work:
         lower = _Lowering(self._takes_cpu)
-        return lower.back(super()._run_all(name, verb, lower(calls), lower(outputs), opts), outputs)
-
-    def _message(self, name: str, verb: Callable[..., Any], tensor: Tensor, peer: int | None, tag: int) -> Work:
-        lower = _Lowering(self._takes_cpu)
-        return lower.back(super()._message(name, verb, lower(tensor), peer, tag), [tensor])
+        return lower.back(super()._message(verb, name, lower(tensor), peer, tag, caller), [tensor])
 
 
 class _Lowering:

@@ -119,12 +119,20 @@ class Work(dist.Work):
         return self._outputs
 
 
-def tensors_in(outputs: Any) -> list[torch.Tensor]:
-    """The tensors of lists of lists."""
-    if isinstance(outputs, torch.Tensor):
-        return [outputs]
-    return [tensor for part in outputs for tensor in tensors_in(part)]
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of lists of lists; anything else in them is passed over."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for part in value for tensor in tensors_in(part)] if isinstance(value, (list, tuple)) else []
+
+
+class _Finished(Work):
+    """A call that was over before its Work was made; torch waits for it all the same, so that takes no time."""
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """True."""
+        return True
 
 
 #: What a synchronous call returns: it is over.
-FINISHED = Work((), [])
+FINISHED = _Finished((), [])

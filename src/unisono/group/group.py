@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import os
 import secrets
 import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
@@ -28,7 +28,9 @@ from ..base.errors import ClosedError, MismatchError
 from ..base.handle import Handle
 from . import rendezvous
 
-Tensors = torch.Tensor | Sequence[torch.Tensor]
+Tensors: TypeAlias = Tensor | Sequence[Tensor]
+Counts: TypeAlias = Sequence[int] | None
+Seconds: TypeAlias = float | None
 
 _LINGER_S = 0.2  # how long close() waits for the others to close too
 _open_groups: weakref.WeakSet[Group] = weakref.WeakSet()
@@ -54,7 +56,9 @@ class Group:
     [[3.0, 3.0], [3.0, 3.0]]
     """
 
-    def __init__(self, comm: _core.Communicator, ranks: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self, comm: _core.Communicator, ranks: Sequence[int], timeout_s: float, store: Store | None = None
+    ) -> None:
         self.transport = comm  # what moves the data; see transport/protocol.py
         self.rank: int = comm.rank
         self.size: int = comm.size
@@ -62,7 +66,7 @@ class Group:
         self.key: str = f"{self.name}@unisono{_numbers.next()}"
         self.ranks: list[int] = list(ranks)
         self.timeout_s = timeout_s
-        self._store: Store | None = None
+        self._store = store
         self._splits = Counter()
         _open_groups.add(self)
         _by_key[self.key] = self
@@ -78,7 +82,7 @@ class Group:
         *,
         ranks: Sequence[int] | None = None,
         name: str = "world",
-        timeout_s: float | None = None,
+        timeout_s: Seconds = None,
     ) -> Group:
         """Joins a group through a torch Store; every rank calls this with the same store, size, ranks and name.
 
@@ -86,40 +90,22 @@ class Group:
         0 … size-1 if None. Ranks that were told different sizes or lists get MismatchError.
         """
         limit = settings.timeout_s if timeout_s is None else timeout_s
-        return cls._join(store, rank, size, ranks, name, limit, time.monotonic() + limit)
+        comm = rendezvous.meet(store, rank, size, ranks, name, limit, time.monotonic() + limit)
+        return cls(comm, range(size) if ranks is None else ranks, limit, store)
 
     @classmethod
-    def _join(
-        cls,
-        store: Store,
-        rank: int,
-        size: int,
-        ranks: Sequence[int] | None,
-        name: str,
-        timeout_s: float,
-        deadline_s: float,
-    ) -> Group:
-        comm = rendezvous.meet(store, rank, size, ranks, name, timeout_s, deadline_s)
-        group = cls(comm, range(size) if ranks is None else ranks, timeout_s)
-        group._store = store
-        return group
-
-    @classmethod
-    def from_env(cls, *, name: str = "world", timeout_s: float | None = None) -> Group:
+    def from_env(cls, *, name: str = "world", timeout_s: Seconds = None) -> Group:
         """Joins the group of all ranks that torchrun (or the same environment variables) describes."""
-        missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
-        if missing:
+        if missing := rendezvous.missing_variables():
             raise ValueError(
-                f"{', '.join(missing)} not set: start the ranks with torchrun, or make the group with Group.from_store"
+                f"{missing} not set: start the ranks with torchrun, or make the group with Group.from_store"
             )
         limit = settings.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
         store, rank, size = next(iter(torch_rendezvous("env://", timeout=timedelta(seconds=limit))))
-        return cls._join(store, rank, size, None, name, limit, deadline)
+        return cls(rendezvous.meet(store, rank, size, None, name, limit, deadline), range(size), limit, store)
 
-    def split(
-        self, ranks: Sequence[int] | None, *, name: str | None = None, timeout_s: float | None = None
-    ) -> Group | None:
+    def split(self, ranks: Sequence[int] | None, *, name: str | None = None, timeout_s: Seconds = None) -> Group | None:
         """Makes a group of some of this group's ranks, in the order given. All ranks of this group call it together.
 
         Each rank gives the list it wants to be in, the same on all its members, or None to be in none. Two lists in one
@@ -177,10 +163,13 @@ class Group:
 
     def close(self) -> None:
         """Leaves the group. Pending calls end with an error, the others learn that this rank left. Twice is fine."""
+        self._leave("closed the group", _LINGER_S)
+
+    def _leave(self, reason: str, linger_s: float) -> None:
         comm, self.transport = self.transport, _Closed(self)  # type: ignore[assignment]
         _open_groups.discard(self)
         if not isinstance(comm, _Closed):
-            comm.close("closed the group", _LINGER_S)
+            comm.close(reason, linger_s)
 
     def abort(self, reason: str = "") -> None:
         """Gives the group up on all ranks: whoever waits in it, or calls it later, gets AbortedError."""
@@ -219,13 +208,13 @@ class Group:
 
     def all_reduce(
         self,
-        tensor: torch.Tensor,
+        tensor: Tensor,
         op: Any = "sum",
         *,
-        out: torch.Tensor | None = None,
+        out: Tensor | None = None,
         factor: float | None = None,
         async_op: bool = False,
-        timeout_s: float | None = None,
+        timeout_s: Seconds = None,
     ) -> Handle | None:
         """Combines a tensor over all ranks, in place or into ``out``; all ranks get the same bits::
 
@@ -236,20 +225,20 @@ class Group:
 
     def reduce(
         self,
-        tensor: torch.Tensor,
+        tensor: Tensor,
         root: int,
         op: Any = "sum",
         *,
-        out: torch.Tensor | None = None,
+        out: Tensor | None = None,
         factor: float | None = None,
         async_op: bool = False,
-        timeout_s: float | None = None,
+        timeout_s: Seconds = None,
     ) -> Handle | None:
         """Combines a tensor over all ranks into the root's tensor (or its ``out``); the others' stay as they are."""
         return self.transport.reduce(tensor, root, out, op, factor, timeout_s, async_op)  # type: ignore[no-any-return]
 
     def broadcast(
-        self, tensor: torch.Tensor, root: int, *, async_op: bool = False, timeout_s: float | None = None
+        self, tensor: Tensor, root: int, *, async_op: bool = False, timeout_s: Seconds = None
     ) -> Handle | None:
         """Copies the root's tensor into every other rank's."""
         return self.transport.broadcast(tensor, root, None, timeout_s, async_op)  # type: ignore[no-any-return]
@@ -257,11 +246,11 @@ class Group:
     def all_gather(
         self,
         output: Tensors,
-        input: torch.Tensor,
-        counts: Sequence[int] | None = None,
+        input: Tensor,
+        counts: Counts = None,
         *,
         async_op: bool = False,
-        timeout_s: float | None = None,
+        timeout_s: Seconds = None,
     ) -> Handle | None:
         """Puts every rank's input behind one another on all ranks. ``counts`` are elements per rank, equal if None::
 
@@ -274,14 +263,14 @@ class Group:
 
     def reduce_scatter(
         self,
-        output: torch.Tensor,
+        output: Tensor,
         input: Tensors,
-        counts: Sequence[int] | None = None,
+        counts: Counts = None,
         op: Any = "sum",
         *,
         factor: float | None = None,
         async_op: bool = False,
-        timeout_s: float | None = None,
+        timeout_s: Seconds = None,
     ) -> Handle | None:
         """Combines the inputs of all ranks and gives each rank its part. ``counts`` are elements per rank::
 
@@ -295,25 +284,25 @@ class Group:
     def gather(
         self,
         output: Tensors | None,
-        input: torch.Tensor,
+        input: Tensor,
         root: int,
-        counts: Sequence[int] | None = None,
+        counts: Counts = None,
         *,
         async_op: bool = False,
-        timeout_s: float | None = None,
+        timeout_s: Seconds = None,
     ) -> Handle | None:
         """Puts every rank's input behind one another on the root; ``output`` and ``counts`` are read there only."""
         return self.transport.gather(output, input, root, counts, timeout_s, async_op)  # type: ignore[no-any-return]
 
     def scatter(
         self,
-        output: torch.Tensor,
+        output: Tensor,
         input: Tensors | None,
         root: int,
-        counts: Sequence[int] | None = None,
+        counts: Counts = None,
         *,
         async_op: bool = False,
-        timeout_s: float | None = None,
+        timeout_s: Seconds = None,
     ) -> Handle | None:
         """Gives each rank its part of the root's input; ``input`` and ``counts`` are read on the root only."""
         return self.transport.scatter(output, input, root, counts, timeout_s, async_op)  # type: ignore[no-any-return]
@@ -322,11 +311,11 @@ class Group:
         self,
         output: Tensors,
         input: Tensors,
-        output_counts: Sequence[int] | None = None,
-        input_counts: Sequence[int] | None = None,
+        output_counts: Counts = None,
+        input_counts: Counts = None,
         *,
         async_op: bool = False,
-        timeout_s: float | None = None,
+        timeout_s: Seconds = None,
     ) -> Handle | None:
         """Sends part j of rank i's input to part i of rank j's output::
 
@@ -335,24 +324,18 @@ class Group:
         """
         return self.transport.all_to_all(output, input, output_counts, input_counts, timeout_s, async_op)  # type: ignore[no-any-return]
 
-    def barrier(self, *, async_op: bool = False, timeout_s: float | None = None) -> Handle | None:
+    def barrier(self, *, async_op: bool = False, timeout_s: Seconds = None) -> Handle | None:
         """Returns when every rank has called it."""
         return self.transport.barrier(timeout_s, async_op)
 
     def send(
-        self, tensor: torch.Tensor, dst: int, tag: int = 0, *, async_op: bool = False, timeout_s: float | None = None
+        self, tensor: Tensor, dst: int, tag: int = 0, *, async_op: bool = False, timeout_s: Seconds = None
     ) -> Handle | None:
         """Sends a tensor to one rank. Messages with the same tag arrive in order; up to 64 KiB it does not wait."""
         return self.transport.send(tensor, dst, tag, timeout_s, async_op)
 
     def recv(
-        self,
-        tensor: torch.Tensor,
-        src: int | None = None,
-        tag: int = 0,
-        *,
-        async_op: bool = False,
-        timeout_s: float | None = None,
+        self, tensor: Tensor, src: int | None = None, tag: int = 0, *, async_op: bool = False, timeout_s: Seconds = None
     ) -> Handle | int:
         """Receives a tensor of the same size and dtype from ``src``, or from anyone; returns the rank it came from."""
         return self.transport.recv(tensor, src, tag, timeout_s, async_op)
@@ -382,5 +365,4 @@ class _Closed:
 def _leave_all() -> None:
     """Tells the peers of every open group that this process ends, and stops progress threads before Python goes."""
     for group in list(_open_groups):
-        comm, group.transport = group.transport, _Closed(group)  # type: ignore[assignment]
-        comm.close("its process ended", 0.0)
+        group._leave("its process ended", 0.0)

@@ -6,6 +6,7 @@ Which transport a group has is not said here but in ``transport/find.py``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from typing import Any, TypeAlias
@@ -16,6 +17,7 @@ from torch._C._distributed_c10d import Backend, _resolve_process_group
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupMember
 
+from . import rendezvous
 from .group import Group, find_key
 
 _CPU = torch.device("cpu")
@@ -66,11 +68,10 @@ def is_known(name: str) -> bool:
 def default_group() -> ProcessGroup:
     """The default process group; under torchrun, with none made yet, makes one on the unisono backend."""
     if not dist.is_initialized():
-        missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
-        if missing:
+        if missing := rendezvous.missing_variables():
             raise ValueError(
                 "Default process group has not been initialized, please make sure to call init_process_group.\n"
-                f"  ({', '.join(missing)} not set: under torchrun unisono would make the default group itself)"
+                f"  ({missing} not set: under torchrun unisono would make the default group itself)"
             )
         dist.init_process_group("unisono")
     group = dist.group.WORLD
@@ -118,25 +119,21 @@ def name_of(group: ProcessGroup | Group) -> str:
 
 def native(group: GroupLike) -> Group | None:
     """The unisono Group under a process group, None if another backend is."""
-    found: Group | None = getattr(group, "unisono_group", None)
-    if found is None and PYTHON_BACKENDS and isinstance(group, ProcessGroup):
-        found = getattr(_cpu_backend(group), "unisono_group", None)
-    return found
+    return _look_up(group, "unisono_group")  # type: ignore[no-any-return]
 
 
 def adapter_of(group: ProcessGroup | Group | None) -> Any:
     """The object on unisono that torch talks to: the process group itself or, inside of one, its backend; or None."""
-    found = getattr(group, "unisono_adapter", None)
+    return _look_up(group, "unisono_adapter")
+
+
+def _look_up(group: Any, attribute: str) -> Any:
+    """An attribute of a group or, inside of a C++ process group, of its backend for CPU tensors; None if not there."""
+    found = getattr(group, attribute, None)
     if found is None and PYTHON_BACKENDS and isinstance(group, ProcessGroup):
-        found = getattr(_cpu_backend(group), "unisono_adapter", None)
+        with contextlib.suppress(RuntimeError):  # raised for a group for other devices only
+            found = getattr(group._get_backend(_CPU), attribute, None)
     return found
-
-
-def _cpu_backend(group: ProcessGroup) -> Backend | None:
-    try:
-        return group._get_backend(_CPU)
-    except RuntimeError:
-        return None  # a group for other devices only
 
 
 def rank_and_size(group: ProcessGroup | Group) -> tuple[int, int]:

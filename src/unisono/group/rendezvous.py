@@ -12,6 +12,7 @@ reach it, and each store has another exception for its end.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
 from collections import Counter
@@ -64,6 +65,11 @@ class Plan:
     def line(self, with_version: bool) -> str:
         shown = ", ".join(map(str, self.members[:_MOST_SHOWN])) + (", ..." if self.size > _MOST_SHOWN else "")
         return (f"{self.version}   " if with_version else "") + f"{self.size} ranks   [{shown}]"
+
+
+def missing_variables() -> str:
+    """Those variables with which torchrun describes all ranks that are not set, in words; empty if all are."""
+    return ", ".join(k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ)
 
 
 def meet(

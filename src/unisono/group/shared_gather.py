@@ -35,22 +35,15 @@ class SharedGather:
         kind = dtype or torch.get_default_dtype()
         # At least a page each: smaller tensors share pages, and a failure elsewhere may make a page private.
         room = max(math.prod(shape), -(-mmap.PAGESIZE // kind.itemsize))
-        held = [empty(room, dtype=kind) for _ in range(2)] if group.rank == 0 else []
-        self._held = [t[: math.prod(shape)].view(shape) for t in held]
         places = torch.zeros(2, dtype=torch.int64)
         if group.rank == 0:
-            offsets = [group.transport.offset_of(t) if t.numel() else 0 for t in self._held]
-            places = torch.tensor(offsets, dtype=torch.int64)
+            self._outputs = [empty(room, dtype=kind)[: math.prod(shape)].view(shape) for _ in range(2)]
+            for i, output in enumerate(self._outputs):
+                places[i] = group.transport.offset_of(output) if output.numel() else 0
         group.broadcast(places, 0)
-        size_bytes = kind.itemsize
-        for n in shape:
-            size_bytes *= n
-        if group.rank == 0:
-            self._outputs = self._held
-        else:
-            self._outputs = [
-                group.transport.peer_bytes(0, int(at), size_bytes).view(kind).reshape(shape) for at in places.tolist()
-            ]
+        if group.rank != 0:
+            parts = [group.transport.peer_bytes(0, at, math.prod(shape) * kind.itemsize) for at in places.tolist()]
+            self._outputs = [part.view(kind).reshape(shape) for part in parts]
         self._begin = sum(self.counts[: group.rank])
         self._turn = 0
 
@@ -70,4 +63,4 @@ class SharedGather:
         """Gives the memory back; call it on all ranks, when none uses the tensors any more."""
         if self._outputs:
             self._group.barrier()
-        self._outputs, self._held = [], []
+        self._outputs = []

@@ -8,33 +8,38 @@ hands the tensors on: no copies, one verb of the group's transport, except where
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import BarrierOptions, Store
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 
 from ..base import tensors
 from ..base.counter import Counter
 from ..base.errors import ArgumentError, make_argument_error
 from ..base.uncompiled import keep_uncompiled
-from ..base.work import FINISHED, Work
+from ..base.work import FINISHED, Work, tensors_in
 from ..group import names as groups
 from ..group.group import Group
-from ..transport.protocol import Transport
 from . import monitor, refusals, sparse
-from .arguments import counts, nested, one, reduction, settled
+from .arguments import Timeout, counts, inner, one, options, settled
 from .strided import Copies, is_plain, overlapping
 
-Tensor = torch.Tensor
 _CPU = torch.device("cpu")
-_SUM = dist.ReduceOp.SUM
 _STRIDED = torch.strided
 _UNSET = timedelta(milliseconds=-1)  # torch's word for: the group's timeout
+_IN_BACKGROUND = c10d.BarrierOptions()  # as torch makes them: asyncOp, and the group's timeout
 _profiling = torch._C._autograd._profiler_enabled
+
+# Functions of torch that ask for a message and then wait for it at once.
+_WAITING = {inspect.unwrap(function).__code__ for function in (dist.send, dist.recv)}
 
 
 class ProcessGroupAdapter:
@@ -50,22 +55,17 @@ class ProcessGroupAdapter:
     supports_shrinking = False
     group_type: type[Any]  # what a split gives; set in registration.py
 
-    def _begin(self, group: Group, store: Store | None) -> None:
+    def _begin(self, group: Group, store: c10d.Store | None) -> None:
         self.unisono_group = group
         self._store = store
         self._timeout_s = 0.0  # 0: the group's own
-        self._names = [group.name, "undefined"]
+        self._name, self._desc = group.name, "undefined"
         self._batch: list[Work] | None = None
         # DDP.join hands a Work to C++ that does not keep its Python half alive, without which it never ends.
         self._small: deque[Work] = deque(maxlen=64)
         self._comm_name = f"unisono%{group.name}%{group.transport.id:016x}"
         self._splits = Counter()
         self._monitored = Counter()
-
-    @property
-    def transport(self) -> Transport:
-        """The verbs of the group; none after it was closed."""
-        return self.unisono_group.transport
 
     # -- what torch asks a group about itself
 
@@ -87,25 +87,19 @@ class ProcessGroupAdapter:
 
     getBackendName = _get_backend_name = name
 
-    @property
-    def group_name(self) -> str:
-        return self._names[0]
-
-    @property
-    def group_desc(self) -> str:
-        return self._names[1]
-
     def getGroupName(self) -> str:
-        return self._names[0]
+        return self._name
 
     def getGroupDesc(self) -> str:
-        return self._names[1]
+        return self._desc
+
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     def setGroupName(self, name: str) -> None:
-        self._names[0] = name
+        self._name = name
 
     def setGroupDesc(self, desc: str) -> None:
-        self._names[1] = desc
+        self._desc = desc
         if desc and desc != "undefined":
             self.unisono_group.rename(desc)  # errors call the group what the user calls it
 
@@ -122,7 +116,7 @@ class ProcessGroupAdapter:
             )
         return self
 
-    def get_group_store(self) -> Store | None:
+    def get_group_store(self) -> c10d.Store | None:
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -195,17 +189,12 @@ class ProcessGroupAdapter:
 
     # -- collectives
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Timeout = None) -> Work:
+        opts = options(c10d.AllreduceOptions, opts, timeout)
         tensor = one(tensors)
-        op, options = reduction(opts)
         if tensor.layout is not _STRIDED:
-            try:
-                return Work((), [sparse.all_reduce(self.unisono_group, tensor, op)])
-            except ArgumentError as error:
-                raise refusals.refusal(
-                    "all_reduce", () if tensor.layout is torch.sparse_coo else (tensor,), error
-                ) from None
-        work = self._run("all_reduce", self.transport.all_reduce, (tensor, None, op, None), [tensor], options, timeout)
+            return self._reduce_sparse(tensor, opts.reduceOp)
+        work = self._run("all_reduce", (tensor, None, opts.reduceOp, None), opts)
         if work is not FINISHED and tensor.numel() <= 8:
             self._small.append(work)
         return work
@@ -213,105 +202,76 @@ class ProcessGroupAdapter:
     allreduce_sparse = allreduce
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        op, options = reduction(opts)
-        calls = [(tensor, None, op, None) for tensor in tensors]
-        return self._run_all("all_reduce_coalesced", self.transport.all_reduce, calls, list(tensors), options)
+        opts = options(c10d.AllreduceCoalescedOptions, opts)
+        calls = [(tensor, None, opts.reduceOp, None) for tensor in tensors]
+        return self._run_all("all_reduce", "all_reduce_coalesced", calls, opts, list(tensors))
 
-    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> Work:
-        tensor = one(tensors)
-        root = opts if isinstance(opts, int) else opts.rootRank
-        op = (_SUM if op is None else op) if isinstance(opts, int) else opts.reduceOp
-        return self._run("reduce", self.transport.reduce, (tensor, root, None, op, None), [tensor], opts, timeout)
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Timeout = None) -> Work:
+        opts = options(c10d.ReduceOptions, opts, op, timeout)
+        return self._run("reduce", (one(tensors), opts.rootRank, None, opts.reduceOp, None), opts)
 
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        tensor = one(tensors)
-        root = opts if isinstance(opts, int) else 0 if opts is None else opts.rootRank
-        return self._run("broadcast", self.transport.broadcast, (tensor, root, None), [tensor], opts, timeout)
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Timeout = None) -> Work:
+        opts = options(c10d.BroadcastOptions, opts, timeout)
+        return self._run("broadcast", (one(tensors), opts.rootRank, None), opts)
 
-    def allgather(self, output_lists: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        outputs = output_lists[0] if nested(output_lists) else output_lists
-        return self._run(
-            "all_gather", self.transport.all_gather, (outputs, one(inputs), None), [outputs], opts, timeout
-        )
+    def allgather(self, output_lists: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> Work:
+        opts = options(c10d.AllgatherOptions, opts, timeout)
+        return self._run("all_gather", (inner(output_lists), one(inputs), None), opts)
 
-    def all_gather_single(
-        self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
-    ) -> Work:
-        return self._run("_all_gather_base", self.transport.all_gather, (output, input, None), [output], opts, timeout)
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None, timeout: Timeout = None) -> Work:
+        opts = options(c10d.AllgatherOptions, opts, timeout)
+        return self._run("all_gather", (output, input, None), opts, name="_all_gather_base")
 
     _allgather_base = all_gather_single
 
     def allgather_coalesced(self, output_lists: Any, inputs: Sequence[Tensor], opts: Any = None) -> Work:
         calls = [([of_rank[i] for of_rank in output_lists], tensor, None) for i, tensor in enumerate(inputs)]
-        return self._run_all("all_gather", self.transport.all_gather, calls, output_lists, opts)
+        return self._run_all("all_gather", "all_gather", calls, options(c10d.AllgatherOptions, opts), output_lists)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
         calls = [(output, input, None) for output, input in zip(outputs, inputs, strict=True)]
-        return self._run_all("all_gather_into_tensor_coalesced", self.transport.all_gather, calls, outputs, opts)
+        opts = options(c10d.AllgatherOptions, opts)
+        return self._run_all("all_gather", "all_gather_into_tensor_coalesced", calls, opts, outputs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def reduce_scatter(
-        self, outputs: Any, input_lists: Any, opts: Any = None, timeout: timedelta | None = None
-    ) -> Work:
-        output = one(outputs)
-        op, options = reduction(opts)
-        inputs = input_lists[0] if nested(input_lists) else input_lists
-        return self._run(
-            "reduce_scatter",
-            self.transport.reduce_scatter,
-            (output, inputs, None, op, None),
-            [output],
-            options,
-            timeout,
-        )
+    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None, timeout: Timeout = None) -> Work:
+        opts = options(c10d.ReduceScatterOptions, opts, timeout)
+        return self._run("reduce_scatter", (one(outputs), inner(input_lists), None, opts.reduceOp, None), opts)
 
-    def reduce_scatter_single(
-        self, output: Tensor, input: Tensor, opts: Any = None, timeout: timedelta | None = None
-    ) -> Work:
-        op, options = reduction(opts)
-        return self._run(
-            "_reduce_scatter_base",
-            self.transport.reduce_scatter,
-            (output, input, None, op, None),
-            [output],
-            options,
-            timeout,
-        )
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None, timeout: Timeout = None) -> Work:
+        opts = options(c10d.ReduceScatterOptions, opts, timeout)
+        arguments = (output, input, None, opts.reduceOp, None)
+        return self._run("reduce_scatter", arguments, opts, name="_reduce_scatter_base")
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        op, options = reduction(opts)
-        calls = [(output, input, None, op, None) for output, input in zip(outputs, inputs, strict=True)]
-        return self._run_all("reduce_scatter_tensor_coalesced", self.transport.reduce_scatter, calls, outputs, options)
+        opts = options(c10d.ReduceScatterOptions, opts)
+        calls = [(output, input, None, opts.reduceOp, None) for output, input in zip(outputs, inputs, strict=True)]
+        return self._run_all("reduce_scatter", "reduce_scatter_tensor_coalesced", calls, opts, outputs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def gather(self, output_lists: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        root = opts if isinstance(opts, int) else opts.rootRank
-        outputs = (output_lists[0] if nested(output_lists) else output_lists) or None
-        return self._run(
-            "gather", self.transport.gather, (outputs, one(inputs), root, None), [outputs or []], opts, timeout
-        )
+    def gather(self, output_lists: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> Work:
+        opts = options(c10d.GatherOptions, opts, timeout)
+        outputs = inner(output_lists)
+        return self._run("gather", (outputs or None, one(inputs), opts.rootRank, None), opts, [outputs])
 
-    def scatter(self, outputs: Any, input_lists: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        root = opts if isinstance(opts, int) else opts.rootRank
-        inputs = (input_lists[0] if nested(input_lists) else input_lists) or None
-        output = one(outputs)
-        return self._run("scatter", self.transport.scatter, (output, inputs, root, None), [output], opts, timeout)
+    def scatter(self, outputs: Any, input_lists: Any, opts: Any = None, timeout: Timeout = None) -> Work:
+        opts = options(c10d.ScatterOptions, opts, timeout)
+        return self._run("scatter", (one(outputs), inner(input_lists) or None, opts.rootRank, None), opts)
 
     def alltoall(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None, timeout: timedelta | None = None
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None, timeout: Timeout = None
     ) -> Work:
+        opts = options(c10d.AllToAllOptions, opts, timeout)
         outputs = list(outputs)
-        return self._run(
-            "all_to_all", self.transport.all_to_all, (outputs, list(inputs), None, None), outputs, opts, timeout
-        )
+        return self._run("all_to_all", (outputs, list(inputs), None, None), opts, outputs)
 
     def all_to_all_single(
         self,
@@ -320,19 +280,22 @@ class ProcessGroupAdapter:
         output_split_sizes: Sequence[int] = (),
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
-        timeout: timedelta | None = None,
+        timeout: Timeout = None,
     ) -> Work:
-        both = counts(output, output_split_sizes, self.size()), counts(input, input_split_sizes, self.size())
-        return self._run("all_to_all", self.transport.all_to_all, (output, input, *both), [output], opts, timeout)
+        opts = options(c10d.AllToAllOptions, opts, timeout)
+        size = self.unisono_group.size
+        both = counts(output, output_split_sizes, size), counts(input, input_split_sizes, size)
+        return self._run("all_to_all", (output, input, *both), opts)
 
     alltoall_base = all_to_all_single
 
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        return self._run("barrier", self.transport.barrier, (), [], opts, timeout)
+    def barrier(self, opts: Any = None, timeout: Timeout = None) -> Work:
+        opts = options(c10d.BarrierOptions, opts, timeout)
+        return self._run("barrier", (), opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """A barrier in which rank 0 names the ranks that did not come in time."""
-        if isinstance(timeout, BarrierOptions):
+        if isinstance(timeout, c10d.BarrierOptions):
             timeout = None if timeout.timeout == _UNSET else timeout.timeout
         number = self._monitored.next()
         limit_s = self.unisono_group.timeout_s if timeout is None else timeout.total_seconds()
@@ -341,97 +304,100 @@ class ProcessGroupAdapter:
     # -- point to point
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
-        return self._message("send", self.transport.send, one(tensors), dst, tag)
+        return self._message("send", "send", one(tensors), dst, tag, sys._getframe().f_back)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
-        return self._message("recv", self.transport.recv, one(tensors), src, tag)
+        return self._message("recv", "recv", one(tensors), src, tag, sys._getframe().f_back)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
-        return self._message("recvAnySource", self.transport.recv, one(tensors), None, tag)
+        return self._message("recv", "recvAnySource", one(tensors), None, tag, None)
 
     # -- how a call is made
 
     def _run(
-        self,
-        name: str,
-        verb: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        outputs: Any,
-        opts: Any,
-        timeout: timedelta | None,
+        self, verb: str, arguments: tuple[Any, ...], opts: Any, outputs: Any = None, name: str | None = None
     ) -> Work:
-        """Calls a verb of the group: now if torch's options say asyncOp=False, else in the background."""
-        now, timeout_s = self._manner(opts, timeout)
-        now = now and self._batch is None
-        if now and not _profiling():
+        """Calls a verb of the group: now if torch's options say asyncOp=False, else in the background.
+
+        ``outputs`` is what its future holds, a list of the first argument if None; ``name`` is what torch calls the
+        function, in errors and in the profiler, if not like the verb.
+        """
+        if self._batch is None and not _profiling():
             try:
-                verb(*arguments, timeout_s, False)
+                if self.unisono_group.transport.call_now(verb, arguments, opts, self._timeout_s):
+                    return FINISHED
+            except ArgumentError:  # before anything was sent
+                pass  # below the call is made with copies if that helps, or refused again
+        return self._start(verb, name or verb, [arguments], opts, list(arguments[:1]) if outputs is None else outputs)
+
+    def _run_all(self, verb: str, name: str, calls: Sequence[tuple[Any, ...]], opts: Any, outputs: Any) -> Work:
+        """Calls a verb for several tensors together; every input is read before any output is written."""
+        if not calls:
+            raise refusals.not_one_tensor(0)
+        calls = calls if is_plain(calls) else settled(calls)
+        return self._start(verb, name, calls, opts, outputs, overlapping(calls))
+
+    def _message(
+        self, verb: str, name: str, tensor: Tensor, peer: int | None, tag: int, caller: FrameType | None
+    ) -> Work:
+        """Sends or receives: now if the caller of the caller, dist.send or dist.recv, would wait anyway."""
+        if tag < 0:  # others are ours, see monitored_barrier
+            raise refusals.refusal(name, (tensor,), make_argument_error("tag_negative", "tag", got=tag))
+        group = self.unisono_group
+        waits = caller is not None and caller.f_back is not None and caller.f_back.f_code in _WAITING
+        if waits and peer != group.rank and self._batch is None and not _profiling():
+            try:
+                getattr(group.transport, verb)(tensor, peer, tag, self._timeout_s, False)
                 return FINISHED
-            except ArgumentError as error:  # before anything was sent
-                if is_plain(arguments):
-                    raise refusals.refusal(name, arguments, error) from None
-        end = _record(name, arguments) if _profiling() else None
-        copies = None
-        if not is_plain(arguments):
-            copies = Copies(settled(arguments))
-            arguments, now = copies.arguments, now and not copies
-        handle = _call(name, verb, arguments, now, timeout_s, end)
+            except ArgumentError:
+                pass  # as in _run
+        return self._start(verb, name, [(tensor, peer, tag)], _IN_BACKGROUND, [tensor])
+
+    def _start(
+        self,
+        verb: str,
+        name: str,
+        calls: Sequence[tuple[Any, ...]],
+        opts: Any,
+        outputs: Any,
+        apart: Collection[int] = (),
+    ) -> Work:
+        """Calls a verb, once or for several tensors together, with copies of tensors that it does not take.
+
+        ``apart`` are the ids of tensors that need copies in any case.
+        """
+        now = not opts.asyncOp and self._batch is None
+        timeout_s = self._timeout_s if opts.timeout == _UNSET else opts.timeout.total_seconds()
+        call = getattr(self.unisono_group.transport, verb)
+        end = _record(name, calls) if _profiling() else None
+        copies: list[Copies] = []
+        if apart or not is_plain(calls):
+            calls = settled(calls)
+            if name not in refusals.MESSAGES:
+                copies = [Copies(arguments, apart) for arguments in calls]  # all before the first call writes anything
+                calls = [copied.arguments for copied in copies]
+                now = now and not any(copies)
+        try:
+            handles = [call(*arguments, timeout_s, not now) for arguments in calls]
+        except ArgumentError as error:
+            if end is not None:
+                end()
+            raise refusals.refusal(name, calls, error) from None
         if now:
             if end is not None:
                 end()
             return FINISHED
-        work = Work((handle,), outputs, end, (copies.write_back,) if copies else ())
+        work = Work(handles, outputs, end, [copied.write_back for copied in copies])
         if self._batch is not None:
             self._batch.append(work)
         return work
 
-    def _run_all(
-        self, name: str, verb: Callable[..., Any], calls: Sequence[tuple[Any, ...]], outputs: Any, opts: Any
-    ) -> Work:
-        if not calls:
-            raise refusals.not_one_tensor(0)
-        now, timeout_s = self._manner(opts, None)
-        plain = is_plain(calls)
-        if not plain:
-            calls = [settled(arguments) for arguments in calls]
-        apart = overlapping(calls)
-        end = _record(name, [arguments[0] for arguments in calls]) if _profiling() else None
-        copies: list[Copies] = []
-        if apart or not plain:
-            copies = [Copies(arguments, apart) for arguments in calls]  # all before the first call writes anything
-            calls = [copied.arguments for copied in copies]
-            now = now and not any(copies)
-        handles = [_call(name, verb, arguments, now, timeout_s, end) for arguments in calls]
-        if end is not None and now:
-            end()
-        after = () if now else [copied.write_back for copied in copies]
-        work = Work(() if now else handles, outputs, None if now else end, after)
-        if self._batch is not None:
-            self._batch.append(work)
-        return work
-
-    def _message(self, name: str, verb: Callable[..., Any], tensor: Tensor, peer: int | None, tag: int) -> Work:
-        end = _record(name, [tensor]) if _profiling() else None
+    def _reduce_sparse(self, tensor: Tensor, op: Any) -> Work:
         try:
-            if tag < 0:
-                raise make_argument_error("tag_negative", "tag", got=tag)  # others are ours, see monitored_barrier
-            handle = verb(settled(tensor), peer, tag, self._timeout_s, True)
+            return Work((), [sparse.all_reduce(self.unisono_group, tensor, op)])
         except ArgumentError as error:
-            if end is not None:
-                end()
-            raise refusals.refusal(name, (tensor,), error) from None
-        work = Work((handle,), [tensor], end)
-        if self._batch is not None:
-            self._batch.append(work)
-        return work
-
-    def _manner(self, opts: Any, timeout: timedelta | None) -> tuple[bool, float]:
-        """Whether to run the call now, and its time limit in seconds, 0 for the group's."""
-        try:
-            now, limit = not opts.asyncOp, opts.timeout
-        except AttributeError:  # torch's plain forms: a root, a timeout, or nothing
-            now, limit = False, opts if isinstance(opts, timedelta) else timeout
-        return now, self._timeout_s if limit is None or limit == _UNSET else limit.total_seconds()
+            shown = () if tensor.layout is torch.sparse_coo else (tensor,)
+            raise refusals.refusal("all_reduce", shown, error) from None
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._batch = []
@@ -445,29 +411,11 @@ class ProcessGroupAdapter:
         )
 
 
-def _call(
-    name: str,
-    verb: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    now: bool,
-    timeout_s: float,
-    end: Callable[[], None] | None,
-) -> Any:
-    """Calls a verb of the group; ``end`` closes the profiler's range if that is refused."""
-    try:
-        return verb(*arguments, timeout_s, not now)
-    except ArgumentError as error:
-        if end is not None:
-            end()
-        raise refusals.refusal(name, arguments, error) from None
-
-
-def _record(name: str, arguments: Sequence[Any]) -> Callable[[], None]:
-    """Opens a range of the profiler, with the sizes of the tensors; returns what closes it."""
-    shown = [a[0] if isinstance(a, list) and a else a for a in arguments]
-    shown = [a for a in shown if isinstance(a, Tensor)]
+def _record(name: str, calls: Sequence[tuple[Any, ...]]) -> Callable[[], None]:
+    """Opens a range of the profiler, with the sizes of the first tensor of each argument; returns what closes it."""
+    shown = [tensor for arguments in calls for argument in arguments for tensor in tensors_in(argument)[:1]]
     record = torch.autograd._record_function_with_args_enter(f"unisono:{name}", *shown)  # type: ignore[attr-defined]
     return lambda: torch.autograd._record_function_with_args_exit(record)  # type: ignore[attr-defined]
 
 
-keep_uncompiled(ProcessGroupAdapter, Work)
+keep_uncompiled(ProcessGroupAdapter, Work, type(FINISHED))

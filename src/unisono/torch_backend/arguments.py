@@ -1,17 +1,22 @@
-"""What torch.distributed hands to a backend, taken apart: tensors, reduce operations, splits."""
+"""What torch.distributed hands to a backend, taken apart: tensors, options, splits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from ..base import ops
 from ..calls.splits import cut
 from . import refusals
+
+Timeout: TypeAlias = timedelta | None
+
+# What torch's plain forms give in the place of options -> the option that it is; numbers of any type are roots.
+_OPTIONS = {timedelta: "timeout", dist.ReduceOp: "reduceOp", dist.ReduceOp.RedOpType: "reduceOp"}
 
 
 def settled(argument: Any) -> Any:
@@ -19,34 +24,39 @@ def settled(argument: Any) -> Any:
     if isinstance(argument, AsyncCollectiveTensor):
         return argument.trigger_wait()  # type: ignore[no-untyped-call]
     if isinstance(argument, tuple):
-        return tuple(settled(part) for part in argument)
-    return [settled(part) for part in argument] if isinstance(argument, list) else argument
+        return tuple(map(settled, argument))
+    return list(map(settled, argument)) if isinstance(argument, list) else argument
+
+
+def options(kind: type[Any], given: Any, *more: Any) -> Any:
+    """torch's options, made of its plain forms: a root, a reduce operation, a timeout, or nothing."""
+    if type(given) is kind or hasattr(given, "asyncOp"):
+        return given
+    made = kind()
+    for value in (given, *more):
+        if value is not None:
+            setattr(made, _OPTIONS.get(type(value), "rootRank"), value)
+    return made
 
 
 def one(tensors: Any) -> Tensor:
-    if isinstance(tensors, Tensor):
+    """The tensor in a list of one, as torch gives it, or by itself."""
+    if type(tensors) is not list and isinstance(tensors, Tensor):
         return tensors
     if len(tensors) != 1:
         raise refusals.not_one_tensor(len(tensors))
-    tensor: Tensor = tensors[0]
-    return tensor
+    return tensors[0]  # type: ignore[no-any-return]
 
 
-def nested(lists: Any) -> bool:
-    return len(lists) == 1 and not isinstance(lists[0], Tensor)
-
-
-def reduction(opts: Any) -> tuple[Any, Any]:
-    """The reduce operation, and the options if there are any."""
-    if opts is None:
-        return dist.ReduceOp.SUM, None
-    if type(opts) in ops.TORCH_CLASSES:
-        return opts, None
-    return opts.reduceOp, opts
+def inner(lists: Any) -> Any:
+    """The list of tensors in a list of one list, as torch gives it, or by itself."""
+    return lists[0] if len(lists) == 1 and isinstance(lists[0], (list, tuple)) else lists
 
 
 def counts(tensor: Tensor, splits: Sequence[int], size: int) -> Sequence[int] | None:
     """Elements per rank from rows of dim 0 per rank; None if they are equal."""
     shape = tensor.shape
-    counts = cut(splits, shape[0] if shape else 0, shape[1:].numel(), size)
-    return counts if splits else None
+    rows = shape[0] if shape else 0
+    if not splits and rows % size == 0:
+        return None
+    return cut(splits, rows, shape[1:].numel(), size)

@@ -38,36 +38,14 @@ def _remember(tensor: Tensor, work: Work) -> None:
     c10d._register_work(tensor, work)
 
 
-def _all_gather_into_tensor_out(input: Tensor, group_size: int, group_name: Any, *, out: Tensor) -> Tensor:
-    _remember(out, _group(group_name).all_gather_single(out, input, c10d.AllgatherOptions()))
-    return out
+def _for_our_groups(ours: Callable[..., Any]) -> None:
+    """Registers a kernel that takes the calls on groups of ours, and leaves all others to torch's kernel.
 
-
-def _reduce_scatter_tensor_out(
-    input: Tensor, reduce_op: str, group_size: int, group_name: Any, *, out: Tensor
-) -> Tensor:
-    options = c10d.ReduceScatterOptions()
-    options.reduceOp = ops.for_torch(*ops.read(reduce_op.lower()))
-    _remember(out, _group(group_name).reduce_scatter_single(out, input, options))
-    return out
-
-
-def _batch_p2p_ops(
-    op_list: list[str], peer_list: list[int], tag_list: list[int], tensors: list[Tensor], group_name: Any
-) -> list[Tensor]:
-    group, results = _group(group_name), []
-    for op, peer, tag, tensor in zip(op_list, peer_list, tag_list, tensors, strict=True):
-        if op == "isend":
-            result, work = tensor.new_empty(0), group.send([tensor], peer, tag)
-        else:
-            result, work = tensor, group.recv([tensor], peer, tag)
-        _remember(result, work)
-        results.append(result)
-    return results
-
-
-def _for_our_groups(name: str, ours: Callable[..., Any]) -> None:
-    """Registers a kernel that takes the calls on groups of ours, and leaves all others to torch's kernel."""
+    It has the name of its operator, which not every version of torch has.
+    """
+    name = ours.__name__
+    if not hasattr(torch.ops._c10d_functional, name):
+        return
     torchs = torch.library.get_kernel(f"_c10d_functional::{name}", "CPU")
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,11 +58,32 @@ def _for_our_groups(name: str, ours: Callable[..., Any]) -> None:
     _library.impl(name, kernel, "CPU", with_keyset=True)
 
 
-_KERNELS: dict[str, Callable[..., Any]] = {
-    "all_gather_into_tensor_out": _all_gather_into_tensor_out,
-    "reduce_scatter_tensor_out": _reduce_scatter_tensor_out,
-    "batch_p2p_ops": _batch_p2p_ops,
-}
-for _name, _kernel in _KERNELS.items():
-    if hasattr(torch.ops._c10d_functional, _name):
-        _for_our_groups(_name, _kernel)
+@_for_our_groups
+def all_gather_into_tensor_out(input: Tensor, group_size: int, group_name: Any, *, out: Tensor) -> Tensor:
+    _remember(out, _group(group_name).all_gather_single(out, input, c10d.AllgatherOptions()))
+    return out
+
+
+@_for_our_groups
+def reduce_scatter_tensor_out(
+    input: Tensor, reduce_op: str, group_size: int, group_name: Any, *, out: Tensor
+) -> Tensor:
+    options = c10d.ReduceScatterOptions()
+    options.reduceOp = ops.for_torch(*ops.read(reduce_op.lower()))
+    _remember(out, _group(group_name).reduce_scatter_single(out, input, options))
+    return out
+
+
+@_for_our_groups
+def batch_p2p_ops(
+    op_list: list[str], peer_list: list[int], tag_list: list[int], tensors: list[Tensor], group_name: Any
+) -> list[Tensor]:
+    group, results = _group(group_name), []
+    for op, peer, tag, tensor in zip(op_list, peer_list, tag_list, tensors, strict=True):
+        if op == "isend":
+            result, work = tensor.new_empty(0), group.send([tensor], peer, tag)
+        else:
+            result, work = tensor, group.recv([tensor], peer, tag)
+        _remember(result, work)
+        results.append(result)
+    return results

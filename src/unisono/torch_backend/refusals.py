@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..base.errors import ArgumentError
+from ..base.work import tensors_in
 
 
 class RefusedValueError(RuntimeError, ValueError):
@@ -32,7 +33,7 @@ class RefusedLayoutError(NotImplementedError, ValueError):
 def refusal(name: str, arguments: Sequence[Any], error: ArgumentError) -> Exception:
     """The error to raise for a call whose arguments were refused with ``error``."""
     text = str(error)
-    sparse = next((t for t in _tensors(arguments) if t.layout is not torch.strided), None)
+    sparse = next((t for t in tensors_in(arguments) if t.layout is not torch.strided), None)
     if sparse is not None:
         kind = "SparseCsr" if sparse.layout is torch.sparse_csr else "Sparse"
         return RefusedLayoutError(f"Could not run 'c10d::{name}_' with arguments from the '{kind}CPU' backend: {text}")
@@ -56,12 +57,8 @@ _WHOLE_SIZE: dict[str, str] = {
     "_all_gather_base": "output tensor size must be equal to world_size times input tensor size",
     "_reduce_scatter_base": "input tensor must be the same size as output size times world size",
 }
-_MESSAGES = ("send", "recv", "recvAnySource")
-
-
-def _tensors(arguments: Sequence[Any]) -> list[torch.Tensor]:
-    nested = [_tensors(a) if isinstance(a, (list, tuple)) else [a] for a in arguments]
-    return [a for part in nested for a in part if isinstance(a, torch.Tensor)]
+#: The functions that take contiguous tensors only.
+MESSAGES = ("send", "recv", "recvAnySource")
 
 
 def _list_length(name: str, error: ArgumentError) -> str:
@@ -83,7 +80,7 @@ def _part_size(name: str, error: ArgumentError) -> str:
 
 
 def _contiguous(name: str, error: ArgumentError) -> str:
-    return "input tensor has to be contiguous" if name in _MESSAGES else "Tensors must be contiguous"
+    return "input tensor has to be contiguous" if name in MESSAGES else "Tensors must be contiguous"
 
 
 def _no_such_reduction(name: str, error: ArgumentError) -> str:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ..base.work import tensors_in
 from .refusals import RefusedValueError
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -58,8 +58,8 @@ class Copies:
             return argument
         if argument.is_contiguous() and id(argument) not in self._apart:
             return argument
-        if written and _repeats(argument):
-            return argument  # cannot be written, and the core says so
+        if written and any(stride == 0 and n > 1 for stride, n in zip(argument.stride(), argument.shape, strict=True)):
+            return argument  # several elements share their memory: cannot be written, and the core says so
         copy = argument.detach().clone(memory_format=torch.contiguous_format)
         self._made = True
         if written:
@@ -67,9 +67,15 @@ class Copies:
         return copy
 
 
-def _repeats(tensor: torch.Tensor) -> bool:
-    """Says whether several elements share their memory, as in an expanded tensor."""
-    return any(stride == 0 and n > 1 for stride, n in zip(tensor.stride(), tensor.shape, strict=True))
+class _Span(NamedTuple):
+    """A tensor in a list of calls, and from where to where it reaches in memory."""
+
+    start: int
+    end: int
+    tensor: torch.Tensor
+    number: int  # of the call
+    is_output: bool
+    is_input_too: bool
 
 
 def overlapping(calls: Sequence[tuple[Any, ...]]) -> set[int]:
@@ -79,17 +85,10 @@ def overlapping(calls: Sequence[tuple[Any, ...]]) -> set[int]:
     place, that is an error, unless both come from the same numbers: calls with one tensor, which they change in place.
     An input and an output of the same call are left to the core, which knows where the one may lie in the other.
     """
-    last_end = 0
-    for start, end in sorted(map(_reach, _tensors(calls))):
-        if start < last_end:
-            break
-        last_end = end
-    else:
-        return set()  # the usual case
     spans = []
     for number, (output, *others) in enumerate(calls):
-        inputs = _tensors(others)
-        spans += [_Span(*_reach(tensor), tensor, number, True, not inputs) for tensor in _tensors([output])]
+        inputs = _dense(others)
+        spans += [_Span(*_reach(tensor), tensor, number, True, not inputs) for tensor in _dense(output)]
         spans += [_Span(*_reach(tensor), tensor, number, False, False) for tensor in inputs]
     spans.sort(key=lambda span: span.start)
     found: set[int] = set()
@@ -110,23 +109,9 @@ def overlapping(calls: Sequence[tuple[Any, ...]]) -> set[int]:
     return found
 
 
-@dataclass(frozen=True)
-class _Span:
-    """A tensor in a list of calls, and from where to where it reaches in memory."""
-
-    start: int
-    end: int
-    tensor: torch.Tensor
-    number: int  # of the call
-    is_output: bool
-    is_input_too: bool
-
-
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:
     """The first address of a tensor, and the first behind it."""
     start = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return start, start + tensor.numel() * tensor.element_size()
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.element_size()
 
@@ -147,13 +132,6 @@ def _share_a_byte(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(bytes_of(other).any())
 
 
-def _tensors(arguments: Sequence[Any]) -> list[torch.Tensor]:
+def _dense(value: Any) -> list[torch.Tensor]:
     """The dense tensors with elements in lists of lists."""
-    found = []
-    for part in arguments:
-        if isinstance(part, torch.Tensor):
-            if part.layout is torch.strided and part.numel():
-                found.append(part)
-        elif isinstance(part, (list, tuple)):
-            found += _tensors(part)
-    return found
+    return [tensor for tensor in tensors_in(value) if tensor.layout is torch.strided and tensor.numel()]
