@@ -19,7 +19,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <vector>
 
 #include "base/fork.h"
@@ -27,6 +26,7 @@
 #include "base/shared.h"
 #include "memory/activity.h"
 #include "memory/limits.h"
+#include "memory/ranges.h"
 #include "memory/region.h"
 
 namespace unisono {
@@ -84,16 +84,6 @@ class Heap {
 
  private:
   Heap() = default;
-  // Free ranges by place and by size; the neighbours of a range given back are joined with it.
-  struct Ranges {
-    std::map<size_t, size_t> by_place;                              // offset -> bytes, no two adjacent
-    std::set<std::pair<size_t, size_t>> by_size;                    // (bytes, offset) of the same ranges
-    size_t total = 0;                                               // bytes of all of them
-    std::pair<size_t, size_t> insert(size_t offset, size_t bytes);  // the range it has become part of
-    void erase(size_t offset);
-    void remove(size_t offset, size_t bytes);  // whatever of that is in a range
-    bool take(size_t bytes, size_t& offset);   // the best fit
-  };
   bool grow(size_t bytes, Failure& failure);
   bool reserve(size_t offset, size_t bytes, Failure& failure);
   bool fill_holes(size_t offset, size_t bytes, Failure& failure);

@@ -10,7 +10,7 @@
 
 namespace unisono {
 
-constexpr size_t kTrimKeep = 4 << 20;    // free bytes that a heap keeps in any case
+constexpr size_t kTrimKeep = 1 << 20;    // free bytes that a heap keeps in any case
 constexpr size_t kTrimBytes = 64 << 20;  // the most that one heap gives back at a time
 
 void start_trimming();  // cheap if it is under way
