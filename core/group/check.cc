@@ -36,8 +36,8 @@ void copy_once(void* to, const void* from, size_t bytes) {
 }  // namespace
 
 std::byte* Requests::find_ring(int r) const {
-  size_t offset = g_.peer(r).block.ring_offset().load(std::memory_order_relaxed);
-  return offset == 0 ? nullptr : g_.resolve(Place::at(r, offset), kRingBytes);
+  const size_t offset = of(r).ring;
+  return offset == 0 || offset >> 48 ? nullptr : g_.resolve(Place::at(r, offset), kRingBytes);
 }
 
 // A small call needs the first half of each request only.
@@ -60,7 +60,7 @@ void Requests::copy_requests(const Call& call) {
       std::fill_n(table(r), ranks, TableEntry{});
     else if (!is_own)
       copy_once(table(r), block.table(call.seq), ranks * sizeof(TableEntry));
-    rings_[static_cast<size_t>(r)] = is_own ? ring_ : d.has_ring ? find_ring(r) : nullptr;
+    rings_[static_cast<size_t>(r)] = !d.has_ring ? nullptr : is_own ? ring_ : find_ring(r);
   }
 }
 

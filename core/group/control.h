@@ -6,9 +6,10 @@
 // call s + 1, and a rank publishes s + 1 only when it has done with the descriptors and slots of s. The same holds for
 // *slots* (small inputs) and *tables* (per-part places and counts), which are double-buffered alike.
 // The *stage* is a ring of pieces for tensors that are not in the heap; three flags count pieces over all calls.
-// The *ring* is a larger memory for stages and slots, made when first needed. Calls take it in turn from front to end,
-// so that what is written has left the caches of whoever read it last: on Zen 4 a core stores at 32 GB/s to such lines,
-// at 7 to ones that another core still has. A rank's `turn` says where in its ring a call begins.
+// The *ring* is a larger memory for stages and slots, lent to a group while it needs one (ring.h). Calls take it in
+// turn from front to end, so that what is written has left the caches of whoever read it last: on Zen 4 a core stores
+// at 32 GB/s to such lines, at 7 to ones that another core still has. A rank's `turn` says where in its ring a call
+// begins.
 #pragma once
 
 #include <atomic>
@@ -18,14 +19,15 @@
 
 #include "base/shared.h"
 #include "base/types.h"
+#include "memory/scratch.h"
 
 namespace unisono {
 
 constexpr size_t kInlineBytes = 40;
 constexpr size_t kSlotBytes = 64 << 10;
-constexpr size_t kStageBytes = 512 << 10;  // half of it for pieces going in, half for pieces coming out
-constexpr size_t kPieceBytes = 128 << 10;  // the longest piece in a stage
-constexpr size_t kRingBytes = 4 << 20;     // more than twice a second-level cache
+constexpr size_t kStageBytes = 512 << 10;       // half of it for pieces going in, half for pieces coming out
+constexpr size_t kPieceBytes = 128 << 10;       // the longest piece in a stage
+constexpr size_t kRingBytes = Scratch::kBytes;  // more than twice a second-level cache
 constexpr size_t kRingPieceBytes = 256 << 10;
 constexpr size_t kRingSlotBytes = 1 << 20;
 constexpr size_t kRingFrom = 4 << 10;          // bytes of the input
@@ -74,10 +76,11 @@ struct Request {
   Place residual;
   uint64_t turn;        // the byte of this rank's ring where its slot or its pieces begin
   uint64_t few_pieces;  // 1: waiting is expensive where this rank runs
+  uint64_t ring;        // where in this rank's heap its ring is, if it has one
 };
 constexpr size_t kSmallRequestBytes = 56;
 static_assert(std::is_trivially_copyable_v<Request> && offsetof(Request, epilogue_hash) == kSmallRequestBytes &&
-              sizeof(Request) == kSmallRequestBytes + 7 * sizeof(uint64_t));  // no padding: parts are compared as bytes
+              sizeof(Request) == kSmallRequestBytes + 8 * sizeof(uint64_t));  // no padding: parts are compared as bytes
 
 struct alignas(kLineBytes) Descriptor {
   // The call's number, or 0 for one that was taken back. Released by Requests::publish, acquired by Waiter::await and
@@ -199,12 +202,9 @@ class Block {
   std::atomic<uint32_t>& asleep() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[0]; }
   // Where its rank runs, plus 1; 0: unknown. A hint between Waiter::note_processor and part_ways, relaxed.
   std::atomic<uint32_t>& processor() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[1]; }
-  // Of the ring in the heap. Stored once by Requests::make_ring before the first descriptor that says has_ring, loaded
-  // by find_ring after such a descriptor was acquired: relaxed is enough.
-  std::atomic<uint64_t>& ring_offset() const { return at<std::atomic<uint64_t>>(4 * kLineBytes)[1]; }
   // Where this rank's membership is, and which of its users this group is: written when the block is made.
-  uint64_t& membership_offset() const { return at<uint64_t>(4 * kLineBytes)[2]; }
-  uint64_t& membership_use() const { return at<uint64_t>(4 * kLineBytes)[3]; }
+  uint64_t& membership_offset() const { return at<uint64_t>(4 * kLineBytes)[1]; }
+  uint64_t& membership_use() const { return at<uint64_t>(4 * kLineBytes)[2]; }
   Flag& flag(Phase phase) const {  // all but descriptor
     return at<FlagLine>(5 * kLineBytes)[static_cast<size_t>(phase)].value;
   }

@@ -17,6 +17,7 @@
 #include "group/call.h"
 #include "group/control.h"
 #include "group/peer.h"
+#include "group/ring.h"
 
 namespace unisono {
 
@@ -76,6 +77,7 @@ class Group {
   const Peer& peer(int r) const { return peers_[static_cast<size_t>(r)]; }
   const std::vector<Peer>& peers() const { return peers_; }
   const Block& mine() const { return mine_; }
+  Ring& ring() { return ring_; }
 
   // The number of the last call that began here.
   uint64_t seq() const { return seq_.load(std::memory_order_relaxed); }
@@ -119,6 +121,7 @@ class Group {
   std::atomic<bool> stopped_{false};
   Failure first_cause_;
   bool closed_ = false;
+  Ring ring_{*this};
 };
 
 }  // namespace unisono

@@ -6,12 +6,14 @@
 namespace unisono {
 namespace {
 
+constexpr size_t kAlwaysInSlot = 2 << 10;  // bytes, on any number of ranks
+
 // Small inputs travel in a slot: one round, and no rank waits for another to leave. All-reduce reads every slot on
 // every rank, so its limit shrinks with the number of ranks; in a reduce-scatter those with small parts would idle.
 size_t slot_limit(Verb verb, int size, bool in_ring) {
   const size_t most = in_ring ? kRingSlotBytes : kSlotBytes;
   if (verb == Verb::all_reduce || verb == Verb::reduce || verb == Verb::matmul_reduce)
-    return std::clamp<size_t>((in_ring ? 256 << 10 : 128 << 10) / static_cast<size_t>(size), 2048, most);
+    return std::clamp<size_t>((in_ring ? 256 << 10 : 128 << 10) / static_cast<size_t>(size), kAlwaysInSlot, most);
   return verb == Verb::reduce_scatter ? kSlotBytes : most;
 }
 
@@ -55,7 +57,10 @@ Requests::Input Requests::describe(const Call& call) {
   d.dtype = call.dtype;
   d.op = call.op;
   d.root = static_cast<int16_t>(call.root);
+  const size_t bytes = input_bytes(call);
+  ring_ = needs_ring(call, bytes) ? g_.ring().begin() : nullptr;  // without it, slots and stage in the block do it
   d.has_ring = ring_ != nullptr;
+  d.ring = ring_ ? static_cast<uint64_t>(ring_ - g_.heap().base()) : 0;
   d.turn = turn_;
   d.few_pieces = g_.facts().crowded || has_busy_neighbours();
   d.count = call.count;
@@ -63,7 +68,6 @@ Requests::Input Requests::describe(const Call& call) {
   if (call.verb == Verb::reduce_scatter) d.count = hash_counts(call.in_parts, g_.size());
   if (call.op == RedOp::premul_sum) d.factor = call.factor;
   if (call.epilogue) d.epilogue_hash = call.epilogue->hash;
-  const size_t bytes = input_bytes(call);
   std::byte* holder = place_input(call, d, bytes);
   place_output(call, d);
   d.has_table = needs_table(call, d);
@@ -94,8 +98,6 @@ std::byte* Requests::place_input(const Call& call, Request& d, size_t bytes) {
   d.input = Holder::inlined;
   const bool crowded = g_.facts().crowded;
   const std::byte* probe = call.in_parts ? call.in_parts[0].ptr : call.in;
-  if (bytes > (crowded ? kCrowdedRingFrom : kRingFrom) && !d.has_ring && !g_.heap().holds(probe))
-    d.has_ring = make_ring();
   if (bytes <= kInlineBytes) return d.payload;
   if (bytes > slot_limit(call.verb, g_.size(), d.has_ring) ||
       (bytes > kDirectFrom && !crowded && g_.heap().holds(probe))) {
@@ -150,14 +152,15 @@ void Requests::fill_table(const Call& call) {
   }
 }
 
-bool Requests::make_ring() {
-  Failure none;  // without the memory, slots and stage in the block do it
-  HeapMemory memory = take_memory(g_.heap(), kRingBytes, none);
-  if (!memory) return false;
-  ring_ = memory.get();
-  g_.mine().ring_offset().store(static_cast<uint64_t>(ring_ - g_.heap().base()), std::memory_order_relaxed);
-  g_.keep(std::move(memory));
-  return true;
+// The first to need it is a call whose input is neither short nor in the heap. From then on every call has it that may
+// stage something, here or elsewhere, whatever this rank gives.
+bool Requests::needs_ring(const Call& call, size_t bytes) const {
+  if (!g_.ring().is_wanted()) {
+    const std::byte* probe = call.in_parts ? call.in_parts[0].ptr : call.in;
+    return bytes > (g_.facts().crowded ? kCrowdedRingFrom : kRingFrom) && !g_.heap().holds(probe);
+  }
+  const size_t got = call.out_parts ? sum_of_parts(call.out_parts) : call.count;
+  return std::max(bytes, got * dtype_bytes(call.dtype)) > kAlwaysInSlot;
 }
 
 bool Requests::all_buffered() const {

@@ -46,6 +46,11 @@ class Requests {
   };
   Exposed exposed(const Call& call) const;
 
+  // The call is over here: this rank reads and writes nothing of it any more, and has said so.
+  void end_call(const Call& call) {
+    if (own().has_ring) g_.ring().end(call.seq);
+  }
+
   // A call has used so many pieces of this rank's ring.
   void end_pieces(size_t piece_bytes, uint64_t pieces) {
     turn_ = (turn_ / piece_bytes + pieces) * piece_bytes % kRingBytes;
@@ -61,7 +66,7 @@ class Requests {
   void place_output(const Call& call, Request& d) const;
   bool needs_table(const Call& call, const Request& d) const;
   void fill_table(const Call& call);
-  bool make_ring();
+  bool needs_ring(const Call& call, size_t bytes) const;
   std::byte* find_ring(int r) const;
 
   // check.cc
@@ -82,7 +87,7 @@ class Requests {
   std::vector<Request> requests_;
   std::vector<TableEntry> tables_;  // rank by rank
   std::vector<std::byte*> rings_;
-  std::byte* ring_ = nullptr;  // this rank's own, kept by the group
+  std::byte* ring_ = nullptr;  // this rank's own, if the call has one
   size_t turn_ = 0;            // where the next call begins in it
 };
 

@@ -14,6 +14,8 @@
 #include <utility>
 
 #include "memory/limits.h"
+#include "memory/scratch.h"
+#include "memory/trim.h"
 
 namespace unisono {
 namespace {
@@ -25,7 +27,8 @@ constexpr size_t kSlack = 64 << 20;  // left to the rest of the system when memo
 
 constexpr size_t kSmallRun = 64 << 10;  // pages that small blocks are cut from
 constexpr size_t kDetachStep = 2 << 20;
-constexpr size_t kSpares = 8;  // small blocks of one size kept for the next allocation
+constexpr size_t kTrimStep = 2 << 20;  // given back at a time, so that nobody waits long for the lock
+constexpr size_t kSpares = 8;          // small blocks of one size kept for the next allocation
 
 std::vector<Heap*>& heaps = *new std::vector<Heap*>;  // never destroyed: tensors may outlive static objects
 ForkMutex heaps_mutex(ForkOrder::heaps, Heap::after_fork_in_child, Heap::before_fork, Heap::after_fork_in_parent);
@@ -64,6 +67,7 @@ std::shared_ptr<Heap> Heap::create(Failure& failure) {
   }
   std::shared_ptr<Heap> heap(new Heap);
   heap->token_ = random_token();
+  heap->scratch_ = std::make_unique<Scratch>(*heap);
   heap->mapping_ = Mapping::map(std::move(fd), capacity, failure);
   if (!heap->mapping_) return nullptr;
   if (!heap->grow(kGrowth, failure)) return nullptr;
@@ -80,6 +84,7 @@ std::shared_ptr<Heap> Heap::create(Failure& failure) {
 Heap::~Heap() {
   std::lock_guard lock(heaps_mutex);
   std::erase(heaps, this);
+  scratch_.reset();  // while there is a heap to give it back to
 }
 
 std::shared_ptr<Heap> process_heap(Failure& failure) {
@@ -136,65 +141,56 @@ bool Heap::grow(size_t bytes, Failure& failure) {
              " are reserved and " + std::to_string(more) + " more were asked for (UNISONO_HEAP_MAX)");
     return false;
   }
-  if (more > kGrowth || top_ / kSlack != (top_ + more) / kSlack) {  // small steps: once per kSlack, which covers them
-    size_t room = memory_available();
-    if (room != SIZE_MAX && more + kSlack > room) {
-      fail(failure, Code::no_memory,
-           std::to_string(more) + " bytes were asked for, " + std::to_string(room) +
-               " are available on this machine or in its cgroup");
-      return false;
-    }
-  }
-  int rc;
-  do rc = fallocate(fd(), 0, static_cast<off_t>(top_), static_cast<off_t>(more));
-  while (rc != 0 && errno == EINTR);
-  if (rc != 0) {
-    fail(failure, Code::no_memory, system_error(("cannot reserve " + std::to_string(more) + " bytes").c_str()));
-    return false;
-  }
-  mapping_->populate(base() + top_, more);
+  if (!reserve(top_, more, failure)) return false;
   pages_.insert(top_, more);
   top_ += more;
   return true;
 }
 
-void Heap::Ranges::erase(size_t offset) {
-  auto found = by_place.find(offset);
-  by_size.erase({found->second, offset});
-  by_place.erase(found);
-}
-
-std::pair<size_t, size_t> Heap::Ranges::insert(size_t offset, size_t bytes) {
-  auto next = by_place.lower_bound(offset);
-  if (next != by_place.begin()) {
-    auto [begin, length] = *std::prev(next);
-    if (begin + length == offset) {
-      offset = begin;
-      bytes += length;
-      erase(begin);
+bool Heap::reserve(size_t offset, size_t bytes, Failure& failure) {
+  // Small steps: once per kSlack, which covers them.
+  if (bytes > kGrowth || offset / kSlack != (offset + bytes) / kSlack) {
+    size_t room = memory_available();
+    if (room != SIZE_MAX && bytes + kSlack > room) {
+      fail(failure, Code::no_memory,
+           std::to_string(bytes) + " bytes were asked for, " + std::to_string(room) +
+               " are available on this machine or in its cgroup");
+      return false;
     }
   }
-  if (next != by_place.end() && offset + bytes == next->first) {
-    bytes += next->second;
-    erase(next->first);
+  int rc;
+  do rc = fallocate(fd(), 0, static_cast<off_t>(offset), static_cast<off_t>(bytes));
+  while (rc != 0 && errno == EINTR);
+  if (rc != 0) {
+    fail(failure, Code::no_memory, system_error(("cannot reserve " + std::to_string(bytes) + " bytes").c_str()));
+    return false;
   }
-  by_place[offset] = bytes;
-  by_size.insert({bytes, offset});
-  return {offset, bytes};
-}
-
-bool Heap::Ranges::take(size_t bytes, size_t& offset) {
-  auto fit = by_size.lower_bound({bytes, 0});
-  if (fit == by_size.end()) return false;
-  const size_t size = fit->first;
-  offset = fit->second;
-  erase(offset);
-  if (size > bytes) insert(offset + bytes, size - bytes);
+  mapping_->populate(base() + offset, bytes);
   return true;
 }
 
+// Reserves what was given back of a range that is about to be handed out.
+bool Heap::fill_holes(size_t offset, size_t bytes, Failure& failure) {
+  for (;;) {
+    auto hole = holes_.by_place.lower_bound(offset + bytes);
+    if (hole == holes_.by_place.begin()) return true;
+    auto [begin, length] = *--hole;
+    if (begin + length <= offset) return true;
+    const size_t first = std::max(begin, offset), end = std::min(begin + length, offset + bytes);
+    if (!reserve(first, end - first, failure)) return false;
+    holes_.remove(first, end - first);
+  }
+}
+
 bool Heap::take_pages(size_t bytes, size_t& offset, Failure& failure) {
-  if (pages_.take(bytes, offset)) return true;
+  if (!pages_.take(bytes, offset) && !grow_tail(bytes, offset, failure)) return false;
+  cold_.remove(offset, bytes);
+  if (fill_holes(offset, bytes, failure)) return true;
+  pages_.insert(offset, bytes);
+  return false;
+}
+
+bool Heap::grow_tail(size_t bytes, size_t& offset, Failure& failure) {
   // The last free range, if it ends at the top, grows into what is needed.
   size_t tail = 0;
   if (!pages_.by_place.empty()) {
@@ -278,6 +274,7 @@ void Heap::release(void* p) {
       madvise(base() + gone->first, gone->second, MADV_DONTNEED);
   } else if (bytes >= kPage) {
     pages_.insert(offset, bytes);
+    if (pages_.total - holes_.total > kTrimKeep) start_trimming();
   } else if (auto& nodes = spare_[bytes / kAlign]; nodes.size() < kSpares) {
     nodes.push_back(std::move(node));
   } else {
@@ -356,7 +353,52 @@ void Heap::give_line(std::byte* line) {
 
 Heap::Usage Heap::usage() {
   std::lock_guard lock(mutex_);
-  return {in_use_, top_, quarantined_, capacity()};
+  struct stat st;
+  const size_t resident = fd() >= 0 && fstat(fd(), &st) == 0 ? static_cast<size_t>(st.st_blocks) * 512 : 0;
+  return {in_use_, top_ - holes_.total, quarantined_, resident, capacity()};
+}
+
+bool Heap::trim_all() {
+  {
+    std::lock_guard lock(heaps_mutex);
+    for (Heap* heap : heaps) heap->trim();
+  }
+  return any_to_trim();
+}
+
+bool Heap::any_to_trim() {
+  std::lock_guard lock(heaps_mutex);
+  return std::any_of(heaps.begin(), heaps.end(), [](Heap* heap) { return heap->may_be_trimmed(); });
+}
+
+bool Heap::may_be_trimmed() {
+  if (scratch_->is_lent()) return true;
+  std::lock_guard lock(mutex_);
+  return pages_.total - holes_.total > kTrimKeep;
+}
+
+void Heap::trim() {
+  scratch_->collect();
+  for (size_t given = 0; given < kTrimBytes && give_back(kTrimStep); given += kTrimStep) {
+  }
+  std::lock_guard lock(mutex_);
+  cold_ = pages_;
+  for (auto [offset, bytes] : holes_.by_place) cold_.remove(offset, bytes);
+}
+
+// Some of what has been free since the last trim. False: there is no more of that.
+bool Heap::give_back(size_t most) {
+  std::lock_guard lock(mutex_);
+  if (cold_.total <= kTrimKeep) return false;
+  auto [begin, length] = *cold_.by_place.rbegin();  // at the end, since others are taken first
+  const size_t bytes = std::min({most, length, cold_.total - kTrimKeep}), offset = begin + length - bytes;
+  cold_.remove(offset, bytes);
+  if (fallocate(fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+                static_cast<off_t>(bytes)) == 0) {
+    holes_.insert(offset, bytes);
+    mapping_->forget_populated(offset, bytes);
+  }
+  return true;
 }
 
 }  // namespace unisono

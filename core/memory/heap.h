@@ -2,8 +2,9 @@
 //
 // Steps of an allocation: round the size up to its class; if it is small, take one that was given back lately; else
 // take the best-fitting free range; if none fits, extend the used part of the file, first asking whether the machine
-// and its cgroup have the memory, then reserving it with fallocate. Invariant: every byte ever handed out has been
-// reserved, so touching it can never end in SIGBUS. Allocation is local: no other rank takes part or is told.
+// and its cgroup have the memory, then reserving it with fallocate. What has been free for a while is given back to the
+// system (trim.h), and reserved again when it is taken. Invariant: every byte that is handed out has been reserved, so
+// touching it can never end in SIGBUS. Allocation is local: no other rank takes part or is told.
 // What takes a page or more has its pages for itself, so that they can be taken away from the peers (`detach`) without
 // touching anything else; smaller blocks are cut from runs of pages of their own.
 //
@@ -16,8 +17,8 @@
 #include <array>
 #include <atomic>
 #include <map>
+#include <memory>
 #include <mutex>
-#include <set>
 #include <vector>
 
 #include "base/fork.h"
@@ -25,9 +26,12 @@
 #include "base/shared.h"
 #include "memory/activity.h"
 #include "memory/limits.h"
+#include "memory/ranges.h"
 #include "memory/region.h"
 
 namespace unisono {
+
+class Scratch;
 
 class Heap {
  public:
@@ -60,10 +64,16 @@ class Heap {
   bool is_of_parent() const { return generation_ != fork_generation(); }  // this process is a forked child
   std::shared_ptr<Mapping> mapping() const { return mapping_; }
 
+  Scratch& scratch() { return *scratch_; }  // memory that users of this heap share
+
   struct Usage {
-    size_t in_use, reserved, quarantined, capacity;
+    size_t in_use, reserved, quarantined, resident, capacity;
   };
   Usage usage();
+
+  // Of all heaps of this process, for trim.h. True: there may be more to give back later.
+  static bool trim_all();
+  static bool any_to_trim();
 
   static size_t size_class(size_t bytes);
 
@@ -74,15 +84,13 @@ class Heap {
 
  private:
   Heap() = default;
-  // Free ranges by place and by size; the neighbours of a range given back are joined with it.
-  struct Ranges {
-    std::map<size_t, size_t> by_place;                              // offset -> bytes, no two adjacent
-    std::set<std::pair<size_t, size_t>> by_size;                    // (bytes, offset) of the same ranges
-    std::pair<size_t, size_t> insert(size_t offset, size_t bytes);  // the range it has become part of
-    void erase(size_t offset);
-    bool take(size_t bytes, size_t& offset);  // the best fit
-  };
   bool grow(size_t bytes, Failure& failure);
+  bool reserve(size_t offset, size_t bytes, Failure& failure);
+  bool fill_holes(size_t offset, size_t bytes, Failure& failure);
+  bool grow_tail(size_t bytes, size_t& offset, Failure& failure);
+  void trim();
+  bool give_back(size_t most);
+  bool may_be_trimmed();
   bool take_pages(size_t bytes, size_t& offset, Failure& failure);
   bool take_small(size_t bytes, size_t& offset, Failure& failure);
   void give_small(size_t offset, size_t bytes);
@@ -93,13 +101,15 @@ class Heap {
   std::shared_ptr<Mapping> mapping_;
   Token token_;
   int generation_ = fork_generation();
-  size_t top_ = 0;  // everything below is reserved
+  size_t top_ = 0;  // everything below is reserved, but for the holes
   size_t in_use_ = 0;
   size_t quarantined_ = 0;
   // Where in its first page a block of pages begins. It differs from heap to heap, so that the same tensor of different
   // ranks falls into different sets of the caches, and stores to one do not look like stores to the other.
   size_t color_ = 0;
   Ranges pages_, small_;
+  Ranges holes_;                   // of pages_: given back to the system
+  Ranges cold_;                    // of pages_: reserved, and free since the last trim
   std::map<size_t, size_t> live_;  // offset -> bytes of what is handed out
   // Small blocks given back, by size in units of kAlign, to be handed out again without a search or an allocation.
   std::array<std::vector<std::map<size_t, size_t>::node_type>, 32> spare_;
@@ -110,6 +120,7 @@ class Heap {
   std::vector<std::byte*> lines_;  // free ones
   Activities activities_;
   Pages copy_;  // while this process is forked: the first top_ bytes, as far as they are in use
+  std::unique_ptr<Scratch> scratch_;
 };
 
 // Memory of a heap that is given back with its owner, which the heap must outlive.

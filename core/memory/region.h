@@ -60,6 +60,11 @@ class Mapping {
   // Makes page-table entries for the whole megabytes inside [p, p + bytes) in one go instead of one fault a page.
   // Only for memory its owner has reserved. Cheap when already done.
   void populate(const std::byte* p, size_t bytes);
+  // The owner has given these pages back to the system.
+  void forget_populated(size_t offset, size_t bytes) {
+    for (size_t i = offset >> 20; i <= (offset + bytes - 1) >> 20; i++)
+      populated_[i].store(0, std::memory_order_relaxed);
+  }
   // The owner has given these pages private memory: a forked child inherits that, as any other.
   void leave_private(size_t offset, size_t bytes) { detached_[offset] = bytes; }
   // In a forked child: writes stay private. A page the child has not written shows what the owner writes later.

@@ -62,6 +62,7 @@ nb::dict heap_usage() {
   d["in_use"] = u.in_use;
   d["reserved"] = u.reserved;
   d["quarantined"] = u.quarantined;
+  d["resident"] = u.resident;
   d["capacity"] = u.capacity;
   return d;
 }

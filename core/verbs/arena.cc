@@ -3,14 +3,21 @@
 
 namespace unisono {
 
-std::byte* Arena::take(size_t bytes, Failure& failure) {
-  if (!base_) {
-    Failure none;
-    HeapMemory memory = take_memory(heap_, kRingBytes, none);
-    base_ = memory.get();
-    if (base_) g_.keep(std::move(memory));
-  }
+bool Arena::let_go() {
+  drop_unused();
+  if (!base_ || !ranges_.empty()) return false;
+  base_ = nullptr;
+  return true;
+}
+
+void Arena::drop_unused() {
   while (!ranges_.empty() && !ranges_.front().used) ranges_.pop_front();
+}
+
+std::byte* Arena::take(size_t bytes, Failure& failure) {
+  uses_.fetch_add(1, std::memory_order_relaxed);
+  if (!base_) base_ = heap_.scratch().take(user_);
+  drop_unused();
   const size_t size = (bytes + 4095) / 4096 * 4096;
   size_t at = ranges_.empty() ? next_ : ranges_.back().end;
   if (at + size > kRingBytes) at = 0;

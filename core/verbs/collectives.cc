@@ -36,6 +36,7 @@ Code Collectives::run(Call& call) {
   Code code = meet_and_move(call, checked);
   if (code == Code::mismatch) {
     g_.publish(g_.mine().flag(Phase::withdrawn), call.seq);
+    requests_.end_call(call);
     return code;
   }
   // Closed while it ran: peers may have taken this rank for gone and used its inputs' memory for something else.
@@ -43,6 +44,7 @@ Code Collectives::run(Call& call) {
   if (code == Code::ok && g_.heap().detachments() != detachments && lost_an_output(call))
     code = g_.break_with(call, Code::system, "a failure in another group made an output of this call private", {});
   if (code != Code::ok) withdraw(call, checked);
+  requests_.end_call(call);
   return code;
 }
 

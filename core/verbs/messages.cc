@@ -13,7 +13,7 @@ constexpr size_t kGiveBackFrom = 8;  // buffers that wait for their receivers be
 Messages::Messages(Group& group, Waiter& waiter)
     : g_(group),
       waiter_(waiter),
-      arena_(group),
+      arena_(group, *this),
       depth_(group.mine().mailbox_depth()),
       next_out_(static_cast<size_t>(group.size())),
       next_in_(static_cast<size_t>(group.size())),
@@ -22,10 +22,19 @@ Messages::Messages(Group& group, Waiter& waiter)
       seen_(static_cast<size_t>(group.size())) {}
 
 Messages::~Messages() {
+  HeapMemory ring = g_.heap().scratch().end(*this);  // first: until then other threads may call let_go
   give_back_buffers();
-  // What a receiver may still read is never handed out again.
+  // What a receiver may still read stays as long as the group.
   for (const Lingering& l : lingering_)
     if (l.buffer) arena_.leave(l.buffer);
+  if (!arena_.let_go()) g_.keep(std::move(ring));
+}
+
+bool Messages::let_go() {
+  std::unique_lock lock(mutex_, std::try_to_lock);  // whoever has it may wait for the lock of our caller
+  if (!lock) return false;
+  give_back_buffers();
+  return arena_.let_go();
 }
 
 void Messages::add(std::shared_ptr<Message> message) {

@@ -46,7 +46,7 @@ struct Message {
   std::unique_ptr<std::byte[]> owned;  // of unexpected messages, and of sends that wait for an entry
 };
 
-class Messages {
+class Messages final : private Scratch::User {
  public:
   Messages(Group& group, Waiter& waiter);
   ~Messages();
@@ -68,6 +68,10 @@ class Messages {
     uint64_t index;
     std::byte* buffer;
   };
+  // Of the arena's ring.
+  uint64_t uses() const override { return arena_.uses(); }
+  bool let_go() override;
+
   void step();
   static bool is_over(const Message& m);
   static void complete(Message& m);

@@ -67,6 +67,12 @@ Code Mover::leave() {
   return g_.given_up() ? waiter_.health(c_, [](int) { return false; }) : Code::ok;
 }
 
+// Nobody waits for this, but who has a ring wants to know when nobody reads it any more (Ring::let_go).
+void Mover::end_buffered() {
+  for (int r = 0; r < size_; r++)
+    if (request(r).has_ring && r != me_) return g_.mine().flag(Phase::exit).store(c_.seq, std::memory_order_release);
+}
+
 Code Mover::look(size_t bytes) {
   constexpr size_t thorough = 32 << 20;
   since_ += bytes;
@@ -94,6 +100,7 @@ Code Mover::run() {
     default:
       code = buffered ? copy_buffered() : copy_shared();
   }
+  if (buffered) end_buffered();
   if (!c_.gauged) return code;
   if (buffered) c_.worked_ns += now_ns() - began;
   staging_.gauge.note(c_.verb, c_.gauged, c_.past_caches, c_.worked_ns);

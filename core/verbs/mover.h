@@ -42,6 +42,7 @@ class Mover {
   void end_stages(uint64_t pieces);
   const Stage& stage(size_t r) const { return stages_[r]; }
   Code leave();  // step 6
+  void end_buffered();
   // Before the next block of long work, after so many bytes of it: has anything happened? A rank that was given up
   // must see it before it writes to the others' tensors again (Collectives::withdraw).
   Code look(size_t bytes);

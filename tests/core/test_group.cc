@@ -29,14 +29,21 @@ struct Rank {
   std::byte* block = nullptr;
 };
 
-std::vector<std::shared_ptr<Engine>> make_engines(int size, bool crowded, int64_t timeout_ns = 60'000'000'000) {
+std::vector<Rank> make_ranks(int size) {
   std::vector<Rank> ranks(static_cast<size_t>(size));
   Failure failure;
   for (Rank& r : ranks) {
     r.heap = Heap::create(failure);
     if (!r.heap) std::fprintf(stderr, "%s\n", failure.text.c_str()), std::exit(1);
-    r.block = make_block(*r.heap, size, failure).release();
   }
+  return ranks;
+}
+
+// Another group of the same ranks.
+std::vector<std::shared_ptr<Engine>> make_engines(std::vector<Rank>& ranks, bool crowded, int64_t timeout_ns) {
+  const int size = static_cast<int>(ranks.size());
+  Failure failure;
+  for (Rank& r : ranks) r.block = make_block(*r.heap, size, failure).release();
   std::vector<std::shared_ptr<Engine>> engines;
   for (int r = 0; r < size; r++) {
     std::vector<Peer> peers;
@@ -47,6 +54,11 @@ std::vector<std::shared_ptr<Engine>> make_engines(int size, bool crowded, int64_
         Engine::open(std::make_unique<Group>(facts, ranks[static_cast<size_t>(r)].heap, std::move(peers))));
   }
   return engines;
+}
+
+std::vector<std::shared_ptr<Engine>> make_engines(int size, bool crowded, int64_t timeout_ns = 60'000'000'000) {
+  std::vector<Rank> ranks = make_ranks(size);
+  return make_engines(ranks, crowded, timeout_ns);
 }
 
 template <class F>
@@ -386,6 +398,65 @@ void test_callback_that_drops_the_engine() {
   }
 }
 
+// Adds up and sends on ordinary memory, which goes through a ring, and checks each value.
+void use_rings(Engine& engine, int me, int rounds) {
+  const int size = engine.group().size();
+  for (int round = 0; round < rounds; round++) {
+    const size_t n = round % 3 == 0 ? 200'000 : 9'000;  // in pieces; in one
+    Floats data(engine.group().heap(), n, false), got(engine.group().heap(), n, false);
+    for (size_t i = 0; i < n; i++) data[i] = value(me, i + static_cast<size_t>(round));
+    Call call;
+    call.verb = Verb::all_reduce;
+    call.dtype = DType::f32;
+    call.op = RedOp::sum;
+    call.count = n;
+    call.in = data.bytes();
+    call.out = got.bytes();
+    expect(engine.run(call) == Code::ok, "all_reduce", me);
+    size_t wrong = 0;
+    for (size_t i = 0; i < n; i++) {
+      float sum = 0;
+      for (int r = 0; r < size; r++) sum += value(r, i + static_cast<size_t>(round));
+      wrong += got[i] != sum;
+    }
+    expect(wrong == 0, "a ring that others use too", me, wrong);
+    Call each;
+    auto message = std::make_shared<Message>();
+    message->sending = me == 0;
+    message->peer = 1 - me;
+    message->dtype = DType::f32;
+    message->bytes = n * sizeof(float);
+    message->data = me == 0 ? data.bytes() : got.bytes();
+    each.verb = me == 0 ? Verb::send : Verb::recv;
+    expect(engine.run(each, message) == Code::ok, "a message", me);
+    for (size_t i = wrong = 0; me == 1 && i < n; i++) wrong += got[i] != value(0, i + static_cast<size_t>(round));
+    expect(wrong == 0, "a message through a ring that others use too", me, wrong);
+  }
+}
+
+// More groups than rings, all at work, while somebody takes back whatever is not in use at that moment.
+void test_shared_rings(int groups, int rounds) {
+  std::vector<Rank> ranks = make_ranks(2);
+  std::vector<std::vector<std::shared_ptr<Engine>>> engines;
+  for (int i = 0; i < groups; i++) engines.push_back(make_engines(ranks, false, 60'000'000'000));
+  std::atomic<bool> stop{false};
+  std::thread trimmer([&] {
+    while (!stop) Heap::trim_all(), std::this_thread::yield();
+  });
+  std::vector<std::thread> threads;
+  for (auto& group : engines)
+    for (int r = 0; r < 2; r++)
+      threads.emplace_back([&group, r, rounds] { use_rings(*group[static_cast<size_t>(r)], r, rounds); });
+  for (auto& t : threads) t.join();
+  stop = true;
+  trimmer.join();
+  for (int i = 0; i < 3; i++) Heap::trim_all();
+  for (int r = 0; r < 2; r++) {
+    const size_t held = ranks[static_cast<size_t>(r)].heap->usage().in_use;
+    expect(held < static_cast<size_t>(groups) << 20, "idle groups have no ring", r, held);
+  }
+}
+
 void test_giving_up(int size) {
   auto engines = make_engines(size, false);
   std::atomic<int> through{0};
@@ -438,6 +509,7 @@ int main() {
   test_callbacks_that_wait(3);
   test_submit_against_close(40);
   test_callback_that_drops_the_engine();
+  test_shared_rings(6, 30);
   test_giving_up(3);
   test_mismatch_and_timeout(3);
   std::printf("%d passed, %d failed\n", passed.load(), failed.load());

@@ -69,13 +69,13 @@ void attack(const Block& block, uint64_t seq, Verb verb, int root, size_t count,
   for (int i = 1; i < static_cast<int>(Phase::count_); i++)
     block.flag(static_cast<Phase>(i)).store(seq, std::memory_order_release);
   while (!stop.load(std::memory_order_relaxed)) {
-    volatile uint64_t* words[] = {&d.said.count,      &d.said.turn,        &d.said.in.word,    &d.said.out.word,
-                                  &table[0].in_count, &table[0].out_count, &table[1].in_count, &table[1].out_count,
-                                  &table[0].in.word,  &table[0].out.word,  &table[1].in.word,  &table[1].out.word};
+    volatile uint64_t* words[] = {&d.said.count,       &d.said.turn,       &d.said.in.word,     &d.said.out.word,
+                                  &d.said.ring,        &table[0].in_count, &table[0].out_count, &table[1].in_count,
+                                  &table[1].out_count, &table[0].in.word,  &table[0].out.word,  &table[1].in.word,
+                                  &table[1].out.word};
     for (int i = 0; i < 50; i++) {
       *words[dice() % std::size(words)] = any_number(dice);
       if (dice() % 4 == 0) *const_cast<volatile Holder*>(&d.said.input) = static_cast<Holder>(dice() % 7);
-      if (dice() % 8 == 0) block.ring_offset().store(any_number(dice), std::memory_order_relaxed);
     }
     sound();
   }
