@@ -18,11 +18,12 @@ namespace {
 constexpr int kFirstLooks = 100;  // a few microseconds: the usual answer of a rank that is on its way
 constexpr int64_t kMoveEvery = 2'000'000;
 constexpr int64_t kLookEvery = 1'000'000;
-constexpr int64_t kYieldFor = 3'000'000;         // then sleep: a wake-up costs 50 to 100 us, a busy core costs more
-constexpr int64_t kYieldBriefly = 20'000;        // the same beside busy neighbours
-constexpr int64_t kLongYield = 400'000;          // ranks that wait for each other give way much sooner
-constexpr int64_t kRememberFor = 2'000'000'000;  // to find out again costs a neighbour's turn
-constexpr int64_t kLongestSleep = 8'000'000;     // bounds a missed wake-up and the detection of a death
+constexpr int64_t kYieldFor = 3'000'000;           // then sleep: a wake-up costs 50 to 100 us, a busy core costs more
+constexpr int64_t kYieldBriefly = 20'000;          // the same beside busy neighbours
+constexpr int64_t kLongYield = 400'000;            // ranks that wait for each other give way much sooner
+constexpr int64_t kRememberFor = 2'000'000'000;    // to find out again costs a neighbour's turn
+constexpr int64_t kRememberBriefly = 100'000'000;  // where there is nothing to sleep on, and a nap costs more
+constexpr int64_t kLongestSleep = 8'000'000;       // bounds a missed wake-up and the detection of a death
 
 inline void pause_cpu() {
 #if defined(__x86_64__)
@@ -33,7 +34,12 @@ inline void pause_cpu() {
 }
 
 // Written by give_way and read by has_busy_neighbours in any thread of this process, relaxed: a hint on its own.
-std::atomic<int64_t> busy_until{0};
+std::atomic<int64_t> seen_busy{0};
+
+bool was_busy_within(int64_t ns) {
+  const int64_t seen = seen_busy.load(std::memory_order_relaxed);
+  return seen && now_ns() < seen + ns;
+}
 
 }  // namespace
 
@@ -41,12 +47,11 @@ void give_way() {
   const int64_t before = now_ns();
   sched_yield();
   const int64_t after = now_ns();
-  if (after - before > kLongYield) busy_until.store(after + kRememberFor, std::memory_order_relaxed);
+  if (after - before > kLongYield) seen_busy.store(after, std::memory_order_relaxed);
 }
 
 bool has_busy_neighbours() {
-  const int64_t until = busy_until.load(std::memory_order_relaxed);
-  return until && now_ns() < until;
+  return was_busy_within(kRememberFor);
 }
 
 struct Waiter::Patience {
@@ -123,7 +128,7 @@ bool Waiter::rest(Call& call, Patience& patience, const Flag* flag, uint64_t see
   const int64_t now = now_ns(), waited = now - patience.begin_ns;
   if (!crowded && waited < spin_ns) {
     for (int i = 0; i < 8; i++) pause_cpu();
-  } else if (waited < (has_busy_neighbours() ? kYieldBriefly : kYieldFor)) {
+  } else if (waited < (was_busy_within(flag ? kRememberFor : kRememberBriefly) ? kYieldBriefly : kYieldFor)) {
     give_way();
   } else if (flag) {
     sleep(call, patience, *flag, seen, now);
