@@ -308,17 +308,15 @@ Communicator::Made Communicator::make_output(nb::handle& output, nb::handle& inp
   if (PyErr_Occurred()) nb::raise_python_error();
   output = nb::none();
   Failure failure;
-  made.output = make_like(input, rows, failure);
-  if (made.output.is_valid() && made.output.is_none()) {
+  if (wanted) made.output = make_like(input, rows, failure);
+  if (wanted ? made.output.is_valid() && made.output.is_none() : !is_plain(input)) {
     made.input = plain_copy(input);
     input = made.input;
-    made.output = make_like(input, rows, failure);
+    if (wanted) made.output = make_like(input, rows, failure);
   }
+  if (!wanted) return made;
   if (!made.output.is_valid()) raise(failure);
-  if (wanted)
-    output = made.output;
-  else
-    made.output = nb::object();
+  output = made.output;
   return made;
 }
 

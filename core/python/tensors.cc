@@ -141,6 +141,17 @@ bool is_lazy(nb::handle object, const View& view) {
          (view.count == 1 && nb::cast<bool>(object.attr("is_neg")()));
 }
 
+// False if the object is not as view_tensor wants it.
+bool view_plain(nb::handle object, dlpack::Tensor& t) {
+  if (!is_tensor(object) || exchange->view_object(object.ptr(), &t) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  View v{nullptr, element_count(t), DType::u8};
+  return t.device.type == dlpack::kCpu && (v.count == 0 || (is_contiguous(t) && t.data)) &&
+         find_dtype(object, t.dtype, v.dtype) && !is_lazy(object, v);
+}
+
 nb::str attribute(nb::handle object, const char* name) {
   return nb::str(nb::object(nb::getattr(object, name, nb::none())));
 }
@@ -242,16 +253,14 @@ nb::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype
   return to_tensor(owner);
 }
 
+bool is_plain(nb::handle object) {
+  dlpack::Tensor t;
+  return view_plain(object, t);
+}
+
 nb::object make_like(nb::handle object, int64_t rows, Failure& failure) {
   dlpack::Tensor t;
-  if (!is_tensor(object) || exchange->view_object(object.ptr(), &t) != 0) {
-    PyErr_Clear();
-    return nb::none();
-  }
-  View v{nullptr, element_count(t), DType::u8};
-  if (t.device.type != dlpack::kCpu || (v.count > 0 && !is_contiguous(t)) || !find_dtype(object, t.dtype, v.dtype) ||
-      is_lazy(object, v) || (v.count > 0 && !t.data))
-    return nb::none();
+  if (!view_plain(object, t)) return nb::none();
   if (rows < 0) return make_tensor(t.shape, static_cast<size_t>(t.ndim), t.dtype, failure);
   if (t.ndim == 0) return make_tensor(&rows, 1, t.dtype, failure);
   constexpr int most = 64;  // torch's own limit

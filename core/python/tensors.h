@@ -88,6 +88,9 @@ std::string tensor_words(nanobind::handle object);
 // A new tensor in this process's heap; null with `failure` filled when memory is short.
 nanobind::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype, Failure& failure);
 
+// Whether view_tensor would take it.
+bool is_plain(nanobind::handle object);
+
 // A new tensor in this process's heap with the dtype and shape of another, or with `rows` (unless negative) in the
 // place of dimension 0; a tensor without dimensions counts as one row. Null with `failure` filled when memory is short,
 // Python's None if the other is not as view_tensor wants it: check and allocation in one step.
