@@ -6,28 +6,15 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cmath>
 #include <cstddef>
 #include <cstring>
-#include <fstream>
 #include <vector>
 
 #include "base/cpu.h"
+#include "memory/limits.h"
 
 namespace unisono {
 namespace {
-
-double cgroup_quota() {
-  double quota = INFINITY;
-  std::ifstream v2("/sys/fs/cgroup/cpu.max");
-  std::string limit;
-  double period = 0;
-  if (v2 >> limit >> period && limit != "max" && period > 0) quota = std::stod(limit) / period;
-  std::ifstream q("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), p("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
-  double us = 0;
-  if (q >> us && p >> period && us > 0 && period > 0) quota = std::min(quota, us / period);
-  return quota;
-}
 
 void read_affinity(uint8_t (&mask)[128]) {
   std::memset(mask, 0, sizeof mask);
@@ -52,7 +39,7 @@ Hello hello_of(const Heap& heap, const std::byte* block, int rank, int size, con
   hello.size = size;
   hello.isa = static_cast<uint64_t>(current_isa());
   hello.cache_bytes = last_cache_bytes();
-  hello.quota = cgroup_quota();
+  hello.quota = processors_allowed();
   read_affinity(hello.affinity);
   return hello;
 }

@@ -2,6 +2,7 @@
 #include "memory/limits.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <fstream>
@@ -34,26 +35,34 @@ size_t cgroup_room(const std::string& folder, const char* limit, const char* usa
   return most > used ? most - used : 0;
 }
 
-size_t cgroup_available() {
-  size_t least = SIZE_MAX;
+// Calls `look` with every cgroup folder of this process for a controller, up to the root, where a limit anywhere
+// counts, and with whether it is of version 2. In a container the path may not exist below the mount.
+template <class Look>
+void visit_cgroups(const std::string& controller, Look look) {
   std::ifstream self("/proc/self/cgroup");
   for (std::string line; std::getline(self, line);) {
     size_t first = line.find(':'), second = line.find(':', first + 1);
     if (second == std::string::npos) continue;
     std::string controllers = line.substr(first + 1, second - first - 1), path = line.substr(second + 1);
-    bool v2 = controllers.empty(), v1 = ("," + controllers + ",").find(",memory,") != std::string::npos;
+    const bool v2 = controllers.empty(),
+               v1 = ("," + controllers + ",").find("," + controller + ",") != std::string::npos;
     if (!v1 && !v2) continue;
-    // A limit anywhere on the way to the root counts. In a container the path may not exist below the mount.
     for (;;) {
       if (path == "/") path.clear();
-      size_t room = v2 ? cgroup_room("/sys/fs/cgroup" + path, "/memory.max", "/memory.current", "inactive_file ")
-                       : cgroup_room("/sys/fs/cgroup/memory" + path, "/memory.limit_in_bytes", "/memory.usage_in_bytes",
-                                     "total_inactive_file ");
-      least = std::min(least, room);
+      look((v2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/" + controller) + path, v2);
       if (path.empty()) break;
       path.erase(path.rfind('/') == std::string::npos ? 0 : path.rfind('/'));
     }
   }
+}
+
+size_t cgroup_available() {
+  size_t least = SIZE_MAX;
+  visit_cgroups("memory", [&](const std::string& folder, bool v2) {
+    least = std::min(
+        least, v2 ? cgroup_room(folder, "/memory.max", "/memory.current", "inactive_file ")
+                  : cgroup_room(folder, "/memory.limit_in_bytes", "/memory.usage_in_bytes", "total_inactive_file "));
+  });
   return least;
 }
 
@@ -63,6 +72,21 @@ size_t memory_available() {
   size_t kib = field_of("/proc/meminfo", "MemAvailable:");
   size_t machine = kib == SIZE_MAX ? SIZE_MAX : kib * 1024;
   return std::min(machine, cgroup_available());
+}
+
+double processors_allowed() {
+  double least = INFINITY;
+  visit_cgroups("cpu", [&](const std::string& folder, bool v2) {
+    double us = 0, period = 0;
+    if (v2) {
+      std::ifstream(folder + "/cpu.max") >> us >> period;  // "max" is no number, and leaves a 0
+    } else {
+      std::ifstream(folder + "/cpu.cfs_quota_us") >> us;
+      std::ifstream(folder + "/cpu.cfs_period_us") >> period;
+    }
+    if (us > 0 && period > 0) least = std::min(least, us / period);
+  });
+  return least;
 }
 
 }  // namespace unisono
