@@ -152,8 +152,7 @@ class Job:
         if op == "reduce":
             return partial(functional.reduce, x, ROOT, redop, group)
         if op == "all_to_all" and case.even:
-            counts = self.received_and_sent()
-            return partial(functional.all_to_all_single_with_output_shape, tuple(y.shape), x, *counts, group)
+            return partial(functional.all_to_all_single_with_output_shape, tuple(y.shape), x, group=group)
         if op == "all_to_all":
             return partial(functional.all_to_all_v_c, y, x, list(case.counts) * case.ranks, group)
         if op == "gather" and case.even:
