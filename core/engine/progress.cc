@@ -2,8 +2,8 @@
 //
 // Steps of its work: wait until there is a call or a message nobody may be waiting for; run the head of the queue, if
 // nobody else does; move messages on for some milliseconds, and see to their deadlines and peers. Invariant: at most
-// one thread has the role. A callback may wait for a later call. So while calls stand in line, callbacks are left to
-// spare threads, and the calls, for which peers may be waiting, go on here. With nothing in line the thread gives the
+// one thread has the role. A callback may wait for a later call. So while calls or messages stand in line, callbacks
+// are left to spare threads, and what peers may be waiting for goes on here. With nothing in line the thread gives the
 // role up, calls back itself, and takes the role again afterwards if no other thread has it; otherwise it stays a while
 // as a spare thread. All of that is guarded by queue_mutex_.
 #include <pthread.h>
@@ -110,7 +110,7 @@ void Engine::announce(Ticket& ticket) {
   }
   {
     std::lock_guard lock(queue_mutex_);
-    if (!closed_ && (!queue_.empty() || !in_flight_.empty())) {
+    if (!closed_ && (!queue_.empty() || !in_flight_.empty() || messages_->backlog())) {
       callbacks_.push_back(std::move(callback));
       if (has_spare_threads()) return;
       callback = std::move(callbacks_.back());

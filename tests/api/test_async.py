@@ -3,6 +3,7 @@
 import gc
 import random
 import threading
+import time
 
 import pytest
 import torch
@@ -247,6 +248,39 @@ def _beside_large(group):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_large_collectives_and_messages_together(pool, size):
     pool.run(_beside_large)
+
+
+def _sends_while_calling_back(group, sends):
+    """Rank 0's callback waits until rank 1 has what was sent before; nobody else at rank 0 moves the messages."""
+    other = group.split(list(range(group.size)))
+    word = torch.zeros(4)
+    if group.rank == 0:
+        arrived, verdict = threading.Event(), []
+        for i in range(sends):  # more than a mailbox holds
+            group.send(torch.full((4,), float(i)), 1)
+        handle = group.all_reduce(torch.ones(4), async_op=True)
+        handle.when_done(lambda: verdict.append(arrived.wait(10)))
+        while not handle.is_completed():  # so that the progress thread ends it, and calls back
+            time.sleep(0.001)
+        other.recv(word, 1, timeout_s=LIMIT_S)
+        arrived.set()
+        while not verdict:
+            time.sleep(0.001)
+        assert verdict == [True], "the messages waited for the callback"
+    else:
+        time.sleep(0.1)
+        group.all_reduce(torch.ones(4), timeout_s=LIMIT_S)
+        time.sleep(0.1)  # rank 0 is in its callback now
+        for i in range(sends):
+            group.recv(word, 0, timeout_s=LIMIT_S)
+            assert word.tolist() == [float(i)] * 4
+        other.send(word, 0)
+    other.close()
+
+
+@pytest.mark.parametrize("size", [2])
+def test_short_sends_go_on_during_a_callback(pool, size):
+    pool.run(_sends_while_calling_back, 40)
 
 
 def _closed_in_flight(group):
