@@ -23,9 +23,10 @@ namespace {
 
 constexpr int64_t kFlushFor = 1'000'000'000;  // how long a closing rank waits for receivers of its short sends
 constexpr std::chrono::milliseconds kAwaitThreads{500};  // and for its own threads
-// How long a thread stays without the role. Beside busy neighbours a new thread waits for its first turn much longer
-// than one that wakes up.
-constexpr std::chrono::milliseconds kSpareThreadLife{2000};
+// How long a thread stays without the role: a few of them long, since beside busy neighbours a new thread waits for its
+// first turn much longer than one that wakes up.
+constexpr size_t kFewThreads = 2;
+constexpr std::chrono::milliseconds kSpareThreadLife{100}, kFewThreadsLife{2000};
 
 thread_local Engine* progressing = nullptr;  // the engine whose progress thread this is, if any
 
@@ -129,7 +130,8 @@ void Engine::announce(Ticket& ticket) {
 bool Engine::become_progress_thread() {
   std::unique_lock lock(queue_mutex_);
   for (;;) {
-    needed_.wait_for(lock, kSpareThreadLife, [&] { return closed_ || openings_ || !callbacks_.empty(); });
+    needed_.wait_for(lock, spare_threads_ > kFewThreads ? kSpareThreadLife : kFewThreadsLife,
+                     [&] { return closed_ || openings_ || !callbacks_.empty(); });
     spare_threads_--;
     if (!callbacks_.empty()) {
       auto callback = std::move(callbacks_.front());

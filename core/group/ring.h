@@ -33,6 +33,8 @@ class Ring final : public Scratch::User {
  private:
   static constexpr uint64_t kNone = 0, kBusy = 1;
 
+  bool may_read(int r, uint64_t seq) const;
+
   Group& g_;
   std::byte* base_ = nullptr;  // while there is one
   bool is_wanted_ = false;

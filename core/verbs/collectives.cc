@@ -40,6 +40,7 @@ Code Collectives::run(Call& call) {
     return code;
   }
   // Closed while it ran: peers may have taken this rank for gone and used its inputs' memory for something else.
+  fence(std::memory_order_acquire);  // keeps the look behind the reads of that memory
   if (code == Code::ok && g_.stopped()) code = g_.quote_first_cause(call);
   if (code == Code::ok && g_.heap().detachments() != detachments && lost_an_output(call))
     code = g_.break_with(call, Code::system, "a failure in another group made an output of this call private", {});
