@@ -86,6 +86,8 @@ def uneven_rows(sizes: SplitsLike, tensor: Tensor, rank: int, size: int, gathers
 def exchange_counts(function: str, side: str, sizes: Any, shape: Sequence[int], size: int) -> Sequence[int] | None:
     """Elements for or from each rank of an all-to-all of a tensor of this shape; None for equal parts."""
     rows = shape[0] if shape else 1
+    if rows < 0:
+        raise ValueError(f"For {function}, the {side} shape must not have negative sizes, got {list(shape)}")
     sizes = _read(sizes)
     if not sizes and rows % size == 0:
         return None
