@@ -130,6 +130,16 @@ CASES = [
         "For all_to_all_single_with_output_shape, 'input_split_sizes' must be 2 numbers that add up to the 4 rows",
         lambda g: comm_func.all_to_all_single_with_output_shape((4,), T, [2, 2], [1, 2], g),
     ),
+    (
+        ValueError,
+        "For all_to_all_single_with_output_shape, 'input_split_sizes' must be 2 numbers that add up to the 4 rows",
+        lambda g: comm_func.all_to_all_single_with_output_shape((4,), T, [2, 2], iter([1, 2]), g),
+    ),
+    (
+        ValueError,
+        "For all_to_all_single_with_output_shape, the output shape must not have negative sizes, got [-1]",
+        lambda g: comm_func.all_to_all_single_with_output_shape((-1,), T, [2, 2], [2, 2], g),
+    ),
     (TypeError, "send_count_matrix must be list, but got", lambda g: comm_func.all_to_all_v_c(T, T, (1,), g)),
     (TypeError, "send_count_matrix elements must be of type int", lambda g: comm_func.all_to_all_v_c(T, T, [1.0], g)),
     (

@@ -10,7 +10,17 @@ from tests.reference import difference, make_input, reduced
 from unisono import comm_func
 
 SPLITS = {1: ([3], [0]), 2: ([1, 3], [0, 5], [4, 4], [0, 0]), 3: ([2, 0, 5], [1, 2, 3], [0, 0, 4])}
-FORMS = (list, tuple, torch.Size, torch.tensor, np.array, lambda s: torch.tensor(s, dtype=torch.int32))
+FORMS = (
+    list,
+    tuple,
+    torch.Size,
+    torch.tensor,
+    np.array,
+    lambda s: torch.tensor(s, dtype=torch.int32),
+    lambda s: list(np.array(s)),
+    lambda s: list(torch.tensor(s)),
+    iter,
+)
 
 
 def _values(group, kind, folder):

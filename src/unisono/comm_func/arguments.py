@@ -66,8 +66,9 @@ def equal_rows(tensor: Tensor, size: int) -> int:
 
 def uneven_rows(sizes: SplitsLike, tensor: Tensor, rank: int, size: int, gathers: bool) -> tuple[int, Sequence[int]]:
     """Rows of the result, and the elements of each rank's part, checked; ``gathers``: the tensor is a part itself."""
-    if type(sizes) is not list:
-        sizes = _read(sizes)
+    if type(sizes) is str or type(sizes) in ops.TORCH_CLASSES:
+        raise TypeError(f"the split sizes come before 'op': expected a list of whole numbers, or None, got {sizes}")
+    sizes = _read(sizes)
     shape = tensor.shape
     rows = shape[0] if shape else 1
     total = rows if not gathers else -1 if sizes else rows * size
@@ -85,7 +86,10 @@ def uneven_rows(sizes: SplitsLike, tensor: Tensor, rank: int, size: int, gathers
 def exchange_counts(function: str, side: str, sizes: Any, shape: Sequence[int], size: int) -> Sequence[int] | None:
     """Elements for or from each rank of an all-to-all of a tensor of this shape; None for equal parts."""
     rows = shape[0] if shape else 1
-    if (sizes is None or (type(sizes) is list and not sizes)) and rows % size == 0:
+    if rows < 0:
+        raise ValueError(f"For {function}, the {side} shape must not have negative sizes, got {list(shape)}")
+    sizes = _read(sizes)
+    if not sizes and rows % size == 0:
         return None
     row = math.prod(shape[1:])
     try:
@@ -97,8 +101,15 @@ def exchange_counts(function: str, side: str, sizes: Any, shape: Sequence[int], 
 
 
 def _read(sizes: SplitsLike) -> Sequence[int]:
+    """Splits as a list or a tuple of plain numbers, read once; symbols, while compiling."""
     if sizes is None:
         return ()
-    if type(sizes) is str or type(sizes) in ops.TORCH_CLASSES:
-        raise TypeError(f"the split sizes come before 'op': expected a list of whole numbers, or None, got {sizes}")
-    return tuple(sizes) if is_compiling() else splits_of(sizes)  # sizes may be symbols there
+    if is_compiling():
+        return tuple(sizes)
+    if type(sizes) is list:
+        for n in sizes:
+            if type(n) is not int:
+                break
+        else:
+            return sizes
+    return splits_of(sizes)
