@@ -6,7 +6,8 @@ ARGS ?=
 
 PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install
-CMAKE := PATH="$$PWD/.venv/bin:$$PATH" $(PY) -m cmake
+TOOLS_PATH := PATH="$$PWD/.venv/bin:$$PATH"
+CMAKE := $(TOOLS_PATH) $(PY) -m cmake
 CTEST := $(PY) -c "import cmake; cmake.ctest()"
 CLANG_FORMAT := $(PY) -c "import clang_format; clang_format.clang_format()"
 # The thread sanitizer of older compilers cannot start under strong address randomisation.
@@ -19,7 +20,10 @@ CXX_FILES = $(shell find core tests/core -name '*.h' -o -name '*.cc')
 REQUIREMENTS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
 	print(*p["build-system"]["requires"], *p["project"]["optional-dependencies"]["dev"], "cmake>=3.20", "ninja", sep="\n")
 
-.PHONY: help demo test test-slow bench conformance mutation lint format core-test sanitize sanitize-python install clean
+EXTRA := import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
+	print(*p["project"]["optional-dependencies"][sys.argv[1]], sep="\n")
+
+.PHONY: arm docs wheel help demo test test-slow bench conformance mutation faults soak lint format core-test sanitize sanitize-python install clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -43,6 +47,14 @@ conformance: .venv/package.done  ## torch's own distributed tests on unisono and
 mutation: .venv/package.done  ## break the torch backend in many ways, one at a time: the tests must notice each
 	$(PY) -m tests.mutation.run $(ARGS)
 
+faults: .venv/package.done  ## inject every fault of the matrix, and write docs/faults.md (about a quarter of an hour)
+	$(PY) -m tests.faults.page $(ARGS)
+
+SECONDS ?= 600
+SEED ?=
+soak: .venv/package.done  ## random calls, kills and restarts for SECONDS, every result checked; SEED replays
+	$(PY) -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
 lint: .venv/tools.done  ## check style and types; changes nothing
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -60,6 +72,14 @@ core-test: .venv/tools.done  ## build and run the C++ tests
 sanitize: .venv/tools.done  ## the C++ tests under the thread, address and undefined-behaviour sanitizers
 	$(call run_core_tests,build/core-thread,thread)
 	$(call run_core_tests,build/core-address,address)
+
+# Needs Debian's g++-aarch64-linux-gnu and qemu-user; their library folder is asked from the compiler.
+ARM := -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
+	-DCMAKE_CROSSCOMPILING_EMULATOR="qemu-aarch64;-L;$$(aarch64-linux-gnu-g++ -print-sysroot | sed 's,^/*$$,/usr/aarch64-linux-gnu,')"
+arm: .venv/tools.done  ## the C++ tests for 64-bit ARM, cross-compiled and run under qemu-user
+	$(CMAKE) -S . -B build/core-arm -G Ninja -DUNISONO_MODULE=OFF -DUNISONO_TESTS=ON $(ARM)
+	$(CMAKE) --build build/core-arm
+	$(CTEST) --test-dir build/core-arm --output-on-failure --no-tests=error $(ARGS)
 
 # Threads, callbacks and ends of groups: where memory may be used after it was freed. Ranks are forked from a process
 # with the same environment. A report fails the run even if its rank was meant to die. What Python does not free at its
@@ -80,6 +100,23 @@ sanitize-python: .venv/package.done  ## some Python tests with freed memory over
 	export UBSAN_OPTIONS=print_stacktrace=1:log_path="'$$PWD/build/address/reports/undefined'"; \
 	$(FIXED_ADDRESSES) $(PY) -m pytest $(SANITIZED_TESTS) $(ARGS); status=$$?; \
 	cat build/address/reports/* 2>/dev/null && exit 1; exit $$status
+
+docs: .venv/package.done  ## build the documentation into build/docs
+	$(PY) -c '$(EXTRA)' docs > .venv/docs.txt
+	$(PIP) -q -r .venv/docs.txt
+	$(PY) -m sphinx -W --keep-going -q -b html docs build/docs
+
+wheel: .venv/tools.done  ## a wheel and an sdist in dist/, tried in a clean environment without compiler or sources
+	$(PY) -c '$(EXTRA)' release > .venv/release.txt
+	$(PIP) -q -r .venv/release.txt
+	rm -rf dist build/wheel build/smoke
+	$(TOOLS_PATH) $(PY) -m build --no-isolation --sdist --outdir dist .
+	$(TOOLS_PATH) $(PY) -m pip --disable-pip-version-check wheel -q --no-build-isolation --no-deps -w build/wheel dist/unisono-*.tar.gz
+	$(TOOLS_PATH) $(PY) -m auditwheel repair -w dist build/wheel/*.whl
+	$(PYTHON) -m venv build/smoke
+	build/smoke/bin/python -m pip --disable-pip-version-check install -q '$(TORCH)' numpy
+	build/smoke/bin/python -m pip --disable-pip-version-check install -q dist/unisono-*.whl
+	cd build/smoke && env -i PATH="$$PWD/bin" HOME="$$PWD" bin/python -m unisono doctor
 
 install: .venv/package.done  ## only set everything up
 

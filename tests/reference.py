@@ -1,6 +1,7 @@
 """The model: what every collective must give, computed in one process from all ranks' inputs.
 
-The number rule (core/kernels/reduce.h): combine in rank order 0..W-1; float16 and bfloat16 accumulate in float32 and
+The number rule (core/kernels/reduce.h): combine by the binary tree over ranks, ((0+1)+(2+3))+...,
+where what has no right neighbour passes on; float16 and bfloat16 accumulate in float32 and
 are rounded once; AVG divides the accumulator by W (integers: toward zero); PREMUL_SUM multiplies each input
 by its rank's factor in the accumulator's type; integers wrap; bool sum is "or"; complex numbers are pairs.
 Comparison is by bits; a NaN equals any NaN.
@@ -91,7 +92,7 @@ def make_input(name: str, count: int, rank: int, seed: int, special: bool = Fals
 
 
 def reduced(inputs: Sequence[Tensor], op: str, factors: Sequence[float] | None = None) -> Tensor:
-    """Combine one tensor per rank in rank order."""
+    """Combine one tensor per rank by the tree over ranks."""
     dtype = inputs[0].dtype
     if inputs[0].numel() == 0:
         return inputs[0].clone()
@@ -113,10 +114,11 @@ def reduced(inputs: Sequence[Tensor], op: str, factors: Sequence[float] | None =
 
 
 def _fold(parts, combine):
-    total = parts[0]
-    for part in parts[1:]:
-        total = combine(total, part)
-    return total.copy() if isinstance(total, np.ndarray) else total
+    """Level by level: neighbours are combined, and the last one passes on if it has none."""
+    while len(parts) > 1:
+        pairs = [combine(left, right) for left, right in zip(parts[::2], parts[1::2], strict=False)]
+        parts = pairs + ([parts[-1]] if len(parts) % 2 else [])
+    return parts[0].copy() if isinstance(parts[0], np.ndarray) else parts[0]
 
 
 _FLOAT = {
@@ -157,11 +159,12 @@ def _reduced_complex(inputs: Sequence[Tensor], op: str, factors: Sequence[float]
     pairs = [torch.view_as_real(t) for t in inputs]
     if op != "product":
         return torch.view_as_complex(reduced(pairs, op, factors))
-    total = pairs[0]
-    for part in pairs[1:]:
-        (a, b), (c, d) = total.unbind(-1), part.unbind(-1)
-        total = torch.stack([a * c - b * d, a * d + b * c], dim=-1)
-    return torch.view_as_complex(total.clone())
+
+    def multiply(x, y):
+        (a, b), (c, d) = x.unbind(-1), y.unbind(-1)
+        return torch.stack([a * c - b * d, a * d + b * c], dim=-1)
+
+    return torch.view_as_complex(_fold(pairs, multiply).clone())
 
 
 # --- the verbs ----------------------------------------------------------------------------------------------

@@ -48,7 +48,11 @@ bool set_isa(Isa isa) {
 const char* isa_name(Isa isa) {
   switch (isa) {
     case Isa::scalar:
+#if defined(__aarch64__)
+      return "neon";  // the plain form is written in vectors of 16 bytes, which every 64-bit ARM has
+#else
       return "scalar";
+#endif
     case Isa::avx2:
       return "avx2";
     case Isa::avx512:

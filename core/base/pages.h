@@ -31,11 +31,10 @@ class Pages {
   explicit operator bool() const { return base_ != nullptr; }
   std::byte* get() const { return base_; }
   size_t bytes() const { return bytes_; }
-  // Moves them to this address, over what is mapped there. False: the system refused, and they stay here.
-  bool move_to(std::byte* at) {
-    if (mremap(base_, bytes_, bytes_, MREMAP_MAYMOVE | MREMAP_FIXED, at) == MAP_FAILED) return false;
-    base_ = nullptr;  // they belong to the other mapping now
-    return true;
+  // Moves some of them to this address, over what is mapped there; they belong to whoever owns that. False: the system
+  // refused, and they stay here.
+  bool move_part(size_t offset, size_t bytes, std::byte* at) {
+    return mremap(base_ + offset, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, at) != MAP_FAILED;
   }
   void reset() {
     if (base_) munmap(base_, bytes_);

@@ -25,6 +25,7 @@ enum class Code : uint8_t {
   no_memory,    // the heap cannot grow: memory, cgroup limit or address space
   invalid,      // an argument
   system,       // a system call failed, or shared memory holds something impossible
+  deadlock,     // ranks wait for each other in a cycle over several groups
   count_
 };
 

@@ -66,6 +66,29 @@ Code Engine::run(Call& call, std::shared_ptr<Message> message) {
   return messages_->wait(message, call);
 }
 
+// Nobody here is woken by what comes from outside, and the threads that bring it need processors: rest soon.
+int Engine::await_outside(FunctionRef<bool()> ready, FunctionRef<bool()> stop, int64_t timeout_ns) {
+  constexpr int64_t kYieldFor = 300'000, kLookEvery = 1'000'000;
+  const int64_t begin = now_ns();
+  int64_t looked = begin;
+  while (!ready()) {
+    const int64_t now = now_ns();
+    if (now - looked >= kLookEvery || looked == begin) {
+      looked = now;
+      if (stop() || (python_interrupted && python_interrupted())) return 2;
+      if (now - begin > timeout_ns) return 1;
+    }
+    if (messages_->pending()) messages_->advance();
+    if (now - begin < kYieldFor && !has_busy_neighbours()) {
+      give_way();
+    } else {
+      timespec nap{0, 50'000};
+      nanosleep(&nap, nullptr);
+    }
+  }
+  return 0;
+}
+
 void Engine::submit(std::shared_ptr<Ticket> ticket) {
   Failure cause;
   if (!group_->usable(cause)) return refuse(*ticket, cause);
@@ -83,7 +106,7 @@ void Engine::submit(std::shared_ptr<Ticket> ticket) {
         in_flight_.push_back(ticket);
       } else {
         queue_.push_back(ticket);
-        queued_.store(queue_.size(), std::memory_order_release);
+        count_queue();
       }
       ensure_progress_thread();
     }
@@ -144,7 +167,12 @@ void Engine::when_done(Ticket& ticket, std::function<void()> callback) {
   callback();
 }
 
-bool Engine::run_head(bool may_interrupt, const Ticket* awaited) {
+void Engine::count_queue() {
+  queued_.store(queue_.size(), std::memory_order_release);
+  if (GroupRecord* record = group_->recorded().record) record->queued.store(queue_.size(), std::memory_order_relaxed);
+}
+
+bool Engine::run_head(bool may_interrupt, const Ticket* awaited, WaitLine* line) {
   if (!run_mutex_.try_lock()) return false;
   std::shared_ptr<Ticket> head;
   {
@@ -156,12 +184,13 @@ bool Engine::run_head(bool may_interrupt, const Ticket* awaited) {
     return false;
   }
   head->call.may_interrupt = may_interrupt;
+  if (line) line->end();  // from here on this thread's wait is that of the call it runs
   Code code = collectives_.run(head->call);
   {
     // Done before the next call can begin: whoever has seen a later call end sees this one ended.
     std::lock_guard lock(queue_mutex_);
     queue_.pop_front();
-    queued_.store(queue_.size(), std::memory_order_release);
+    count_queue();
     mark_done(*head, code);
   }
   run_mutex_.unlock();
@@ -174,6 +203,8 @@ bool Engine::wait(Ticket& ticket, int64_t timeout_ns, bool may_interrupt, bool& 
   int64_t last_look = begin;
   interrupted = false;
   if (refuse_forked(ticket)) return true;
+  WaitLine line(group_->heap().recorder());
+  DeadlockFinder finder(*group_);
   while (!ticket.done.load(std::memory_order_acquire)) {
     if (ticket.message) {
       messages_->advance();
@@ -181,7 +212,7 @@ bool Engine::wait(Ticket& ticket, int64_t timeout_ns, bool may_interrupt, bool& 
         end_messages();
       else if (now_ns() - begin > 200'000 && lacks_progress_thread())
         progress_messages();
-    } else if ((timeout_ns == 0 || lacks_progress_thread()) && run_head(may_interrupt, &ticket)) {
+    } else if ((timeout_ns == 0 || lacks_progress_thread()) && run_head(may_interrupt, &ticket, &line)) {
       // With a limit the work is left to the progress thread, unless there is none.
       continue;
     }
@@ -201,11 +232,45 @@ bool Engine::wait(Ticket& ticket, int64_t timeout_ns, bool may_interrupt, bool& 
       give_way();
       continue;
     }
+    const bool blocks = timeout_ns == 0 && may_interrupt;
+    tell_waiting(line, ticket, now, blocks);
+    if (blocks && ticket.message && now - begin > kDeadlockAfter) find_deadlock(line, finder, ticket, now);
     std::unique_lock lock(queue_mutex_);
     if (!ticket.done.load(std::memory_order_acquire))
       changed_.wait_for(lock, std::chrono::microseconds(ticket.message ? 100 : 2000));
   }
   return true;
+}
+
+// Says that this thread waits for a ticket that another one carries out.
+void Engine::tell_waiting(WaitLine& line, const Ticket& ticket, int64_t now, bool blocks) {
+  if (!line.is_due(now)) return;
+  const Message* message = ticket.message.get();
+  Call call;
+  call.verb = ticket.call.verb;
+  call.tag = ticket.call.tag;
+  call.correspondent = ticket.call.correspondent;
+  call.seq = message ? message->seq : group_->seq();
+  call.site = message ? message->site : ticket.call.site;
+  call.may_interrupt = blocks;
+  auto owes = [&](int r) { return message && r != group_->rank() && (message->peer < 0 || message->peer == r); };
+  line.tell(waiter_.words_of(call, message ? WaitFor::message : WaitFor::ticket, ticket.submitted_ns, owes), now);
+}
+
+// Of a collective the thread that runs it looks; of a message that only this thread waits for, this one.
+void Engine::find_deadlock(WaitLine& line, DeadlockFinder& finder, const Ticket& ticket, int64_t now) {
+  if (!finder.look(ticket.message->seq, WaitFor::message, now)) return;
+  line.prove();
+  if (!finder.all_know(now)) return;
+  DeadlockFinder::Words words = finder.words();
+  Failure cause;
+  fail(cause, Code::deadlock, words.text, words.peers);
+  cause.verb = ticket.call.verb;
+  cause.seq = ticket.message->seq;
+  cause.lines = words.lines;
+  group_->abort(cause);
+  messages_->fail_all(cause);
+  end_messages();
 }
 
 void Engine::end_messages() {

@@ -14,6 +14,7 @@
 #include <deque>
 #include <thread>
 
+#include "group/deadlock.h"
 #include "verbs/collectives.h"
 #include "verbs/messages.h"
 
@@ -49,6 +50,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Has `callback` called once, when the ticket is done: by the thread that ends it, or now. One per ticket.
   void when_done(Ticket& ticket, std::function<void()> callback);
 
+  // Waits for something outside of the group: 0 when `ready`, 1 after `timeout_ns`, 2 when `stop` or a Python signal
+  // handler raised. Messages of the group go on meanwhile.
+  int await_outside(FunctionRef<bool()> ready, FunctionRef<bool()> stop, int64_t timeout_ns);
+  // Whether a message with this tag waits for a receive.
+  bool has_message(int64_t tag) { return messages_->waits(tag); }
+
   // Leave the group: tells the peers, ends what is pending, stops the progress thread, then waits up to `linger_ns`
   // for the peers to leave too, so that shared memory can be given back at once. Takes less than 2 s, whatever
   // receivers and callbacks do: short sends that nobody takes in that time are lost.
@@ -65,14 +72,17 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void progress();                // what a thread does
   bool progress_once();           // false: nothing is left to do and the group is closed
   void progress_messages();
-  Call watcher_of(const std::vector<std::shared_ptr<Ticket>>& messages) const;
+  Call watcher_of(const std::vector<std::shared_ptr<Ticket>>& messages, Ticket*& first) const;
   void announce(Ticket& ticket);
   void flush_sends();
   void await_threads();
 
   // False: nothing to run now. Takes run_mutex_ if it is free, and gives it back before on_done. With `awaited`: only
   // what stands before that ticket, and the ticket itself; who waits for one call must not get into a later one.
-  bool run_head(bool may_interrupt, const Ticket* awaited = nullptr);
+  bool run_head(bool may_interrupt, const Ticket* awaited = nullptr, WaitLine* line = nullptr);
+  void count_queue();  // under queue_mutex_
+  void tell_waiting(WaitLine& line, const Ticket& ticket, int64_t now, bool blocks);
+  void find_deadlock(WaitLine& line, DeadlockFinder& finder, const Ticket& ticket, int64_t now);
   void complete(Ticket& ticket, Code code);
   void refuse(Ticket& ticket, const Failure& cause);
   bool refuse_forked(Ticket& ticket);

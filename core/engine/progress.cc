@@ -187,7 +187,7 @@ bool Engine::progress_once() {
 }
 
 // Deadline and failure of messages that nobody waits for: those of the one that must be done first.
-Call Engine::watcher_of(const std::vector<std::shared_ptr<Ticket>>& messages) const {
+Call Engine::watcher_of(const std::vector<std::shared_ptr<Ticket>>& messages, Ticket*& first) const {
   Call watcher;
   watcher.verb = Verb::recv;
   watcher.seq = group_->seq();
@@ -200,6 +200,9 @@ Call Engine::watcher_of(const std::vector<std::shared_ptr<Ticket>>& messages) co
     watcher.verb = t->call.verb;
     watcher.tag = t->call.tag;
     watcher.correspondent = t->call.correspondent;
+    watcher.warn_ns = t->call.warn_ns;
+    watcher.site = t->message->site;
+    first = t.get();
   }
   return watcher;
 }
@@ -215,7 +218,8 @@ void Engine::progress_messages() {
     std::lock_guard lock(queue_mutex_);
     pending = in_flight_;
   }
-  Call watcher = watcher_of(pending);
+  Ticket* first = nullptr;
+  Call watcher = watcher_of(pending, first);
   auto owes = [&](int r) {
     return std::any_of(pending.begin(), pending.end(), [&](const auto& t) {
       return !t->message->done.load(std::memory_order_acquire) && (t->message->peer < 0 || t->message->peer == r);
@@ -232,6 +236,7 @@ void Engine::progress_messages() {
   };
   Code code = waiter_.await_until(watcher, ready, owes);
   if (code == Code::ok && now_ns() > until) code = waiter_.health(watcher, owes);
+  if (first) first->call.warn_ns = watcher.warn_ns;
   if (code != Code::ok) messages_->fail_all(watcher.failure);
   end_messages();
 }

@@ -44,12 +44,15 @@ struct Call {
   const Epilogue* epilogue = nullptr;     // matmul_reduce only
   int64_t timeout_ns = 0;                 // 0: the group's
   bool may_interrupt = false;             // called from Python: look at its signals while waiting
+  bool asynchronous = false;              // the caller does not wait, or not here
+  const char* site = nullptr;             // where in the program it was made (recorder.h), for ever; null: not known
   std::function<std::string()> describe;  // words for a mismatch; called without locks held
 
   int64_t tag = 0;         // of a message
   int correspondent = -1;  // of a message; -1: anyone
   uint64_t seq = 0;
   int64_t deadline_ns = 0;
+  int64_t warn_ns = 0;       // when to say next that the call is late; 0: not waited yet
   size_t gauged = 0;         // bytes of the call if the gauge has been asked about it, and its answer
   bool past_caches = false;  // how this rank writes what others read
   int64_t worked_ns = 0;     // on copying and reducing, for the gauge

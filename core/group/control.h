@@ -38,7 +38,6 @@ constexpr size_t kLongPieceBytes = 1 << 20;
 // A rank fills piece p + 1 before it reduces piece p, so there must be room for two.
 static_assert(kStageBytes / 2 >= 2 * kPieceBytes && kRingBytes / 2 >= 2 * kLongPieceBytes);
 constexpr size_t kNoteBytes = 496;
-constexpr int kMostRanks = 256;
 
 // Where a tensor is, in words every rank understands: 0 is "not in shared memory"; otherwise bit 63, the group rank
 // whose heap holds it, and the offset in that heap.
@@ -124,6 +123,21 @@ struct alignas(kLineBytes) AbortLine {
 };
 static_assert(sizeof(AbortLine) == 2 * kLineBytes);
 
+// What a rank says while survivors agree on a smaller group (shrink.h). `attempt` counts the agreements of a group,
+// from 1 on, and makes the rest of its line known.
+constexpr int kMostRanks = 256;
+using RankBits = uint64_t[kMostRanks / 64];
+struct alignas(kLineBytes) Offer {
+  Flag attempt;    // 0: none, or taken back. Released and acquired in shrink.cc only, as in Verdict
+  uint64_t block;  // where in its heap this rank has made a control block for the new group
+  uint64_t random;
+  RankBits excluded;
+};
+struct alignas(kLineBytes) Verdict {  // of the rank that decides
+  Flag attempt;
+  RankBits members;
+};
+
 // Says whether a rank is still in a group: a line of its heap that outlives the group's block, since peers look at it
 // until they have left themselves. It is used again for the next group; whoever finds another `use` than it knows
 // learns from that alone that the rank has left.
@@ -208,6 +222,8 @@ class Block {
   Flag& flag(Phase phase) const {  // all but descriptor
     return at<FlagLine>(5 * kLineBytes)[static_cast<size_t>(phase)].value;
   }
+  Offer& offer() const { return *at<Offer>(kOfferAt); }
+  Verdict& verdict() const { return *at<Verdict>(kOfferAt + sizeof(Offer)); }
   char* note() const { return at<char>(kNoteAt); }
   TableEntry* table(uint64_t seq) const { return at<TableEntry>(kTablesAt + seq % 2 * table_bytes(size_)); }
   MailboxEntry& mailbox(int receiver, uint64_t i) const {
@@ -222,7 +238,8 @@ class Block {
   std::byte* stage() const { return base_ + slots_at(size_) + 2 * kSlotBytes; }
 
  private:
-  static constexpr size_t kNoteAt = (5 + static_cast<size_t>(Phase::count_)) * kLineBytes;
+  static constexpr size_t kOfferAt = (5 + static_cast<size_t>(Phase::count_)) * kLineBytes;
+  static constexpr size_t kNoteAt = kOfferAt + sizeof(Offer) + sizeof(Verdict);
   static constexpr size_t kTablesAt = kNoteAt + 512;
   static constexpr size_t round(size_t n) { return (n + kLineBytes - 1) / kLineBytes * kLineBytes; }
   static size_t pairs_at(int size) { return kTablesAt + 2 * table_bytes(size); }

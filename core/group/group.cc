@@ -5,7 +5,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "group/futex.h"
+#include "memory/dump.h"
 
 namespace unisono {
 
@@ -19,6 +22,23 @@ Group::Group(GroupFacts facts, std::shared_ptr<Heap> heap, std::vector<Peer> pee
   // For a peer that withdraws from a call (verbs/collectives.cc): its fence reaches this process too.
   syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0, 0);
   for (const Peer& p : peers_) members_.push_back(member_of(p));
+  record_members();
+}
+
+void Group::record_members() {
+  static_assert(kMostRanks <= static_cast<int>(kMostRecordedRanks));
+  GroupWords words{};
+  words.id = facts_.id;
+  words.opened_ns = now_ns();
+  words.rank = facts_.rank;
+  words.size = facts_.size;
+  copy_text(words.name, sizeof words.name, facts_.name);
+  for (size_t r = 0; r < peers_.size(); r++) {
+    if (!peers_[r].met) continue;
+    words.tokens[r] = read_token(peers_[r].heap_base).a;
+    words.pids[r] = peers_[r].pid;
+  }
+  recorded_ = heap_->recorder().open_group(words);
 }
 
 Group::~Group() {
@@ -57,7 +77,9 @@ Place Group::locate(const void* p, size_t bytes) const {
   const auto* at = static_cast<const std::byte*>(p);
   if (heap_->holds(at)) {
     if (bytes > heap_->capacity() - static_cast<size_t>(at - heap_->base()) || heap_->is_detached(p, bytes)) return {};
-    return Place::at(facts_.rank, static_cast<size_t>(at - heap_->base()));
+    const auto offset = static_cast<size_t>(at - heap_->base());
+    if (bytes) heap_->note_use(offset, bytes);
+    return Place::at(facts_.rank, offset);
   }
   if (!in_region(p)) return {};
   for (int r = 0; r < facts_.size; r++) {
@@ -120,6 +142,20 @@ void Group::abort(Failure cause) {
   write_abort(mine_.abort(), cause);
   for (uint64_t s : {0, 1}) wake(mine_.descriptor(s).seq);
   for (int p = 1; p < static_cast<int>(Phase::count_); p++) wake(mine_.flag(static_cast<Phase>(p)));
+  if (has_trace_folder()) dump_records(cause);
+}
+
+// Each rank its own; and the lowest rank that is not to blame those of the ranks that are, which may not be able to.
+void Group::dump_records(const Failure& cause) const {
+  const std::string why = std::string(verb_name(cause.verb)) + " #" + std::to_string(cause.seq) + " in group \"" +
+                          facts_.name + "\": " + cause.text;
+  dump_record(heap_->base(), why);
+  auto is_blamed = [&](int r) { return std::find(cause.peers.begin(), cause.peers.end(), r) != cause.peers.end(); };
+  int lowest = 0;
+  while (lowest < facts_.size && is_blamed(lowest)) lowest++;
+  if (lowest != facts_.rank) return;
+  for (int r : cause.peers)
+    if (r >= 0 && r < facts_.size && r != facts_.rank && peer(r).met) dump_record(peer(r).heap_base, why);
 }
 
 Code Group::break_with(Call& call, Code code, std::string text, std::vector<int> peers) {
@@ -131,21 +167,26 @@ Code Group::break_with(Call& call, Code code, std::string text, std::vector<int>
 }
 
 void Group::close(const std::string& reason) {
+  std::byte* offered = nullptr;
   {
     std::lock_guard lock(state_mutex_);
     if (closed_) return;
     closed_ = true;  // a broken group keeps its first cause
+    offered = survival_.block.get();
     if (!stopped_.load(std::memory_order_relaxed)) {
       fail(first_cause_, Code::closed, "the group was closed on this rank");
       stopped_.store(true, std::memory_order_release);
     }
   }
-  Membership* line = membership_of(mine_, heap_->base(), heap_->capacity());
-  if (!line) return;
-  alignas(uint64_t) char words[sizeof line->reason];
-  copy_text(words, sizeof words, reason);
-  copy_words(line->reason, words, sizeof words);
-  line->left.store(mine_.membership_use(), std::memory_order_release);
+  heap_->recorder().close_group(recorded_);
+  leave_block(mine_, *heap_, reason);
+  if (offered) leave_block(Block(offered, 1), *heap_, reason);  // nor does it come to the smaller group
+}
+
+bool Group::write_unless_closed(FunctionRef<void()> write) {
+  std::lock_guard lock(state_mutex_);
+  if (!closed_) write();
+  return !closed_;
 }
 
 }  // namespace unisono

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/function_ref.h"
 #include "group/call.h"
 #include "group/control.h"
 #include "group/peer.h"
@@ -59,6 +60,16 @@ class Group {
   // Ends a call with what has ended the group.
   Code quote_first_cause(Call& call);
 
+  // For shrink.h. What `write` tells the peers stands before the word that this rank has left. False: it has left.
+  bool write_unless_closed(FunctionRef<void()> write);
+  struct Survival {
+    std::mutex mutex;          // held by the one thread that shrinks
+    uint64_t attempts = 0;     // that are over
+    std::vector<int> members;  // of the last one
+    BlockMemory block;         // offered for the smaller group; changed under the state mutex only
+  };
+  Survival& survival() { return survival_; }
+
   PeerState state_of(int r, std::string* reason = nullptr) const {
     return unisono::state_of(peer(r), members_[static_cast<size_t>(r)], reason);
   }
@@ -68,7 +79,10 @@ class Group {
   bool all_came() const;
 
   const GroupFacts& facts() const { return facts_; }
-  void rename(const std::string& name) { facts_.name = name; }  // before calls are under way
+  void rename(const std::string& name) {  // before calls are under way
+    facts_.name = name;
+    heap_->recorder().rename(recorded_, name);
+  }
   int rank() const { return facts_.rank; }
   int size() const { return facts_.size; }
   Heap& heap() { return *heap_; }
@@ -78,6 +92,7 @@ class Group {
   const std::vector<Peer>& peers() const { return peers_; }
   const Block& mine() const { return mine_; }
   Ring& ring() { return ring_; }
+  const Recorder::OpenGroup& recorded() const { return recorded_; }
 
   // The number of the last call that began here.
   uint64_t seq() const { return seq_.load(std::memory_order_relaxed); }
@@ -103,6 +118,8 @@ class Group {
 
  private:
   void wake(const Flag& flag) const;
+  void record_members();
+  void dump_records(const Failure& cause) const;
 
   GroupFacts facts_;
   std::shared_ptr<Heap> heap_;
@@ -121,7 +138,9 @@ class Group {
   std::atomic<bool> stopped_{false};
   Failure first_cause_;
   bool closed_ = false;
+  Survival survival_;
   Ring ring_{*this};
+  Recorder::OpenGroup recorded_;
 };
 
 }  // namespace unisono

@@ -12,6 +12,30 @@
 #include "group/wait.h"
 
 namespace unisono {
+namespace {
+
+constexpr int64_t kWarnAfter = 10'000'000'000;
+
+std::string seconds(int64_t ns) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g s", static_cast<double>(ns) / 1e9);
+  return text;
+}
+
+std::string timed_out_words(int64_t limit_ns) {  // gloo's, which programs look for
+  char text[64];
+  std::snprintf(text, sizeof text, "Timed out waiting %.10gms", static_cast<double>(limit_ns) / 1e6);
+  return text;
+}
+
+// A process that is there and not stopped is only slow.
+std::string state_words(pid_t pid) {
+  if (!pid) return "unknown";
+  const std::string state = process_state(pid);
+  return state == "stopped" || state == "gone" || state == "unknown" ? state : "slow (" + state + ")";
+}
+
+}  // namespace
 
 Code Waiter::health(Call& call, Owes owes) {
   if (g_.stopped()) return g_.quote_first_cause(call);
@@ -63,51 +87,82 @@ Code Waiter::lost(Call& call, std::vector<int> gone) {
   }
   std::sort(gone.begin(), gone.end());
   std::string text;
+  bool all_left = true;
   for (int r : gone) {
     std::string reason;
     bool left = g_.state_of(r, &reason) == PeerState::left;
+    all_left &= left;
     if (!text.empty()) text += ", ";
-    text += "rank " + std::to_string(r) + (left ? " left" : " died") + " (pid " + std::to_string(g_.peer(r).pid) + ")";
+    const std::string how = left ? "" : exit_words(g_.peer(r).pid);
+    text += "rank " + std::to_string(r) + (left ? " left" : " died") + " (pid " + std::to_string(g_.peer(r).pid) +
+            (how.empty() ? "" : ", " + how) + ")";
     if (left && !reason.empty()) text += ": " + reason;
   }
+  // Ranks may well leave while others wait for a time-out: if that is over too, it is what the caller asked for.
+  if (all_left && call.deadline_ns && now_ns() > call.deadline_ns)
+    return g_.break_with(call, Code::timeout, timed_out_words(limit_of(call)) + ": " + text, gone);
   return g_.break_with(call, Code::peer_lost, text, gone);
 }
 
 Code Waiter::timed_out(Call& call, Owes owes) {
-  std::vector<int> late;
-  for (int r = 0; r < g_.size(); r++)
-    if (r != g_.rank() && owes(r)) late.push_back(r);
-  char seconds[32];
-  int64_t limit = call.timeout_ns ? call.timeout_ns : g_.facts().timeout_ns;
-  std::snprintf(seconds, sizeof seconds, "%.3g s", static_cast<double>(limit) / 1e9);
-  std::string text = std::string("Timed out waiting ") + seconds;  // torch's words
+  const std::vector<int> late = late_ranks(owes);
+  std::string text = timed_out_words(limit_of(call));
   std::vector<std::string> lines;
   for (int r : late) {
-    const pid_t pid = g_.peer(r).pid;
-    std::string state = pid ? process_state(pid) : "unknown";
-    if (lines.empty()) text += ": rank " + std::to_string(r) + " is " + state;
-    lines.push_back("rank " + std::to_string(r) + "   pid " + std::to_string(pid) + "   " + state + "   last call " +
-                    last_call(r) + waits_of(r));
+    if (lines.empty()) text += ": rank " + std::to_string(r) + " is " + state_words(g_.peer(r).pid);
+    lines.push_back(where_is(r));
   }
   Code code = g_.break_with(call, Code::timeout, text, late);
   call.failure.lines = lines;
   return code;
 }
 
+// At a quarter of the time limit, after kWarnAfter at the latest, and then whenever the wait has doubled: who is
+// missing and where it is, for the program's log.
+void Waiter::warn_if_late(Call& call, Owes owes, int64_t now) const {
+  const int64_t limit = limit_of(call);
+  if (!warn || call.deadline_ns == 0 || call.deadline_ns == INT64_MAX) return;
+  const int64_t since = call.deadline_ns - limit;
+  if (call.warn_ns == 0) call.warn_ns = since + std::min(limit / 4, kWarnAfter);
+  if (now < call.warn_ns) return;
+  call.warn_ns = since + 2 * (now - since);
+  std::string text =
+      std::string(verb_name(call.verb)) + (call.seq ? " #" + std::to_string(call.seq) : "") + " in group \"" +
+      g_.facts().name + "\"" + (call.site && *call.site ? std::string(" at ") + call.site : "") + ": rank " +
+      std::to_string(g_.rank()) + " has waited " + seconds(now - since) + " of " + seconds(limit) + " for";
+  for (int r : late_ranks(owes)) text += "\n  " + where_is(r);
+  warn(std::move(text), call.may_interrupt);
+}
+
+std::vector<int> Waiter::late_ranks(Owes owes) const {
+  std::vector<int> late;
+  for (int r = 0; r < g_.size(); r++)
+    if (r != g_.rank() && owes(r)) late.push_back(r);
+  return late;
+}
+
+// "rank 1   pid 4711   slow (running)   last call all_reduce #41 at train.py:88   in no call"
+std::string Waiter::where_is(int r) const {
+  const pid_t pid = g_.peer(r).pid;
+  return "rank " + std::to_string(r) + "   pid " + std::to_string(pid) + "   " + state_words(pid) + "   last call " +
+         last_call(r) + waits_of(r);
+}
+
+// Of this group, as the rank's flight recorder has it.
 std::string Waiter::last_call(int r) const {
-  const Descriptor* last = nullptr;
-  uint64_t at = 0;
-  for (uint64_t s : {0, 1}) {
-    const Descriptor& d = g_.peer(r).block.descriptor(s);
-    if (uint64_t seq = d.seq.load(std::memory_order_acquire); seq > at) at = seq, last = &d;
-  }
-  return last ? std::string(verb_name(last->said.verb)) + " #" + std::to_string(at) : "none";
+  const std::vector<ReadOperation> all = read_operations(g_.peer(r).heap_base);
+  for (auto o = all.rbegin(); o != all.rend(); ++o)
+    if (o->group_id == g_.facts().id)
+      return std::string(verb_name(o->verb)) + " #" + std::to_string(o->seq) +
+             (o->site.empty() ? "" : " at " + o->site);
+  return "none";
 }
 
 // What the threads of rank r wait for, in this group or in another.
 std::string Waiter::waits_of(int r) const {
   std::string words;
-  for (const Waiting& w : read_activities(g_.peer(r).heap_base)) {
+  for (const auto& [w, stamp, counted, threads, proven] : read_waiting(g_.peer(r).heap_base)) {
+    if (w.what == WaitFor::ticket) continue;  // the call it waits for has a line of its own
     words += words.empty() ? "   now in " : ", ";
     words += verb_name(w.verb);
     if (w.verb == Verb::send || w.verb == Verb::recv) {
@@ -117,7 +172,8 @@ std::string Waiter::waits_of(int r) const {
     } else {
       words += " #" + std::to_string(w.seq);
     }
-    if (g_.facts().name != w.group) words += std::string(" of group \"") + w.group + "\"";
+    if (g_.facts().id != w.group_id) words += std::string(" of group \"") + w.group + "\"";
+    if (*w.site) words += std::string(" at ") + w.site;
   }
   return words.empty() ? "   in no call" : words;
 }

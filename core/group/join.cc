@@ -5,9 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <bitset>
 #include <cerrno>
-#include <cmath>
 #include <cstdio>
 
 #include "base/cpu.h"
@@ -111,20 +109,19 @@ class Joining {
 
   void agree_on_facts() {
     // From the same hellos every rank draws the same conclusions.
-    std::bitset<1024> processors;
-    double quota = INFINITY;
     size_t cache = SIZE_MAX;
     auto isa = current_isa();
-    for (const Hello& h : hellos_) {
+    for (size_t r = 0; r < hellos_.size(); r++) {
+      const Hello& h = hellos_[r];
       for (size_t bit = 0; bit < 1024; bit++)
-        if (h.affinity[bit / 8] >> bit % 8 & 1) processors.set(bit);
-      quota = std::min(quota, h.quota);
+        if (h.affinity[bit / 8] >> bit % 8 & 1) peers_[r].processors.set(bit);
+      peers_[r].quota = h.quota;
       cache = std::min<size_t>(cache, h.cache_bytes);
       isa = std::min(isa, static_cast<Isa>(h.isa));
     }
     set_isa(isa);
     facts_.cache_bytes = cache;
-    facts_.crowded = static_cast<double>(facts_.size) > std::min(static_cast<double>(processors.count()), quota);
+    facts_.crowded = are_crowded(peers_);
   }
 
   // A queue full of strangers is no reason to wait inside of connect: those ranks are called again next turn.

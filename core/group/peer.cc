@@ -32,18 +32,42 @@ PeerState state_of(const Peer& peer, const Member& member, std::string* reason) 
   return peer.link && peer.link->hung_up() ? PeerState::died : PeerState::alive;
 }
 
-BlockMemory make_block(Heap& heap, int size, Failure& failure) {
-  HeapMemory memory = take_memory(heap, Block::bytes(size), failure);
+bool are_crowded(const std::vector<Peer>& peers) {
+  std::bitset<1024> processors;
+  double quota = INFINITY;
+  for (const Peer& peer : peers) {
+    processors |= peer.processors;
+    quota = std::min(quota, peer.quota);
+  }
+  return static_cast<double>(peers.size()) > std::min(static_cast<double>(processors.count()), quota);
+}
+
+namespace {
+
+BlockMemory make_block_of(Heap& heap, size_t bytes, Failure& failure) {
+  HeapMemory memory = take_memory(heap, bytes, failure);
   if (!memory) return nullptr;
-  Block block(memory.get(), size);
-  // Slots and stages need no initial value; everything before them starts at zero.
-  std::memset(static_cast<void*>(block.base()), 0, static_cast<size_t>(block.slot(0) - block.base()));
+  Block block(memory.get(), 1);
+  // Slots and stages, at the end, need no initial value; everything before them starts at zero.
+  std::memset(static_cast<void*>(block.base()), 0, bytes - 2 * kSlotBytes - kStageBytes);
   auto* line = reinterpret_cast<Membership*>(heap.take_line(failure));
   if (!line) return nullptr;
   block.membership_offset() = static_cast<uint64_t>(reinterpret_cast<std::byte*>(line) - heap.base());
   block.membership_use() = line->use.load(std::memory_order_relaxed) + 1;
   line->use.store(block.membership_use(), std::memory_order_release);
   return {memory.release(), BlockRelease{&heap}};
+}
+
+}  // namespace
+
+BlockMemory make_block(Heap& heap, int size, Failure& failure) {
+  return make_block_of(heap, Block::bytes(size), failure);
+}
+
+BlockMemory make_roomy_block(Heap& heap, int most, Failure& failure) {
+  size_t bytes = 0;
+  for (int size = 1; size <= most; size++) bytes = std::max(bytes, Block::bytes(size));  // mailboxes get shorter
+  return make_block_of(heap, bytes, failure);
 }
 
 void BlockRelease::operator()(std::byte* base) const {
@@ -54,6 +78,15 @@ void BlockRelease::operator()(std::byte* base) const {
     heap->give_line(reinterpret_cast<std::byte*>(line));
   }
   heap->release(base);
+}
+
+void leave_block(const Block& block, Heap& heap, const std::string& reason) {
+  Membership* line = membership_of(block, heap.base(), heap.capacity());
+  if (!line) return;
+  alignas(uint64_t) char words[sizeof line->reason];
+  copy_text(words, sizeof words, reason);
+  copy_words(line->reason, words, sizeof words);
+  line->left.store(block.membership_use(), std::memory_order_release);
 }
 
 void write_abort(AbortLine& line, const Failure& cause) {

@@ -4,8 +4,11 @@
 // nothing, so its socket tells (watch.h).
 #pragma once
 
+#include <bitset>
+#include <cmath>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/status.h"
 #include "group/control.h"
@@ -22,7 +25,12 @@ struct Peer {  // this rank itself has such an entry too
   std::shared_ptr<Link> link;  // null for this rank itself, and for ranks that are threads
   pid_t pid = 0;
   bool met = true;  // false: only the link is its own; another's memory stands in for what was never mapped
+  std::bitset<1024> processors{};  // it may run on, and how many of them at a time
+  double quota = INFINITY;
 };
+
+// Whether ranks have fewer processors than they are.
+bool are_crowded(const std::vector<Peer>& peers);
 
 enum class PeerState : uint8_t { alive, left, died };
 
@@ -43,8 +51,12 @@ struct BlockRelease {
 };
 using BlockMemory = std::unique_ptr<std::byte, BlockRelease>;
 BlockMemory make_block(Heap& heap, int size, Failure& failure);
+// One that will do for a group of up to `most` ranks.
+BlockMemory make_roomy_block(Heap& heap, int most, Failure& failure);
 // The membership line that a block of this heap names; null if the place is impossible.
 Membership* membership_of(const Block& block, std::byte* heap_base, size_t capacity);
+// Tells the peers of a block that its rank has left the group, with its reason.
+void leave_block(const Block& block, Heap& heap, const std::string& reason);
 // Tells the peers of a block that its rank will not come to their group after all.
 void refuse_block(std::byte* block, int rank, const std::string& reason);
 // Fills an abort line and then releases its code: from then on the group is broken for whoever looks.

@@ -1,16 +1,13 @@
 // See retire.h.
 #include "group/retire.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 #include <chrono>
-#include <system_error>
 #include <thread>
 #include <vector>
 
 #include "base/fork.h"
+#include "base/thread.h"
 
 namespace unisono {
 namespace {
@@ -35,18 +32,8 @@ void sweep_until_empty() {
 }
 
 void start_sweeping() {
-  if (sweeping) return;
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);  // signals belong to Python's main thread
-  try {
-    std::thread thread(sweep_until_empty);
-    pthread_setname_np(thread.native_handle(), "unisono-sweep");
-    thread.detach();
-    sweeping = true;
-  } catch (const std::system_error&) {  // no thread to be had: the next group that comes or goes looks
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  // If there is no thread to be had, the next group that comes or goes looks.
+  sweeping = sweeping || start_detached("unisono-sweep", sweep_until_empty);
 }
 
 }  // namespace

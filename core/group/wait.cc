@@ -6,11 +6,14 @@
 
 #include <algorithm>
 
+#include "group/deadlock.h"
 #include "group/futex.h"
 
 namespace unisono {
 
 bool (*python_interrupted)() = nullptr;
+int (*program_threads)() = nullptr;
+void (*warn)(std::string, bool) = nullptr;
 int64_t spin_ns = 2'000;
 
 namespace {
@@ -24,6 +27,8 @@ constexpr int64_t kLongYield = 400'000;            // ranks that wait for each o
 constexpr int64_t kRememberFor = 2'000'000'000;    // to find out again costs a neighbour's turn
 constexpr int64_t kRememberBriefly = 100'000'000;  // where there is nothing to sleep on, and a nap costs more
 constexpr int64_t kLongestSleep = 8'000'000;       // bounds a missed wake-up and the detection of a death
+constexpr int64_t kTellEvery = 20'000'000;         // whether the same ranks are waited for as before
+constexpr int64_t kCountAfter = 100'000'000, kCountEvery = 50'000'000;
 
 inline void pause_cpu() {
 #if defined(__x86_64__)
@@ -55,13 +60,11 @@ bool has_busy_neighbours() {
 }
 
 struct Waiter::Patience {
-  explicit Patience(Heap& h) : heap(h) {}
-  ~Patience() { heap.end_activity(activity); }
-  Patience(const Patience&) = delete;
-  Patience& operator=(const Patience&) = delete;
-  Heap& heap;
-  int activity = -1;  // its number, once the wait has lasted so long that peers may want to know of it
-  bool told = false;
+  Patience(Group& g, WaitFor what, Owes owes) : what(what), owes(owes), line(g.heap().recorder()), finder(g) {}
+  WaitFor what;
+  Owes owes;
+  WaitLine line;
+  DeadlockFinder finder;
   int64_t begin_ns = 0;
   int64_t last_look_ns = 0;
   int64_t sleep_ns = 1'000'000;
@@ -101,15 +104,46 @@ void Waiter::part_ways() {
   note_processor();
 }
 
-void Waiter::tell_waiting(const Call& call, Patience& patience) {
-  patience.told = true;
-  Waiting what{patience.begin_ns, call.seq, call.tag, static_cast<int32_t>(call.correspondent), call.verb, {}};
-  copy_text(what.group, sizeof what.group, g_.facts().name);
-  patience.activity = patience.heap.begin_activity(what);
+void WaitLine::tell(const Waiting& what, int64_t now) {
+  if (!told_)
+    number_ = lines_.begin(what);
+  else if (std::memcmp(&what, &what_, sizeof what) != 0)
+    lines_.change(number_, what);
+  told_ = true;
+  what_ = what;
+  next_ns_ = now + kTellEvery;
+  // Only a wait that may be part of a deadlock is worth the interpreter's lock.
+  if (!what.blocks || !program_threads || now - what.since_ns < kCountAfter || now - counted_ns_ < kCountEvery) return;
+  counted_ns_ = now;
+  const int threads = program_threads();
+  lines_.count_threads(number_, now_ns(), threads);
+}
+
+void WaitLine::end() {
+  if (told_) lines_.end(number_);
+  told_ = false;
+  number_ = -1;
+  next_ns_ = 0;
+}
+
+Waiting Waiter::words_of(const Call& call, WaitFor what, int64_t since_ns, Owes owes) const {
+  Waiting words{};
+  words.since_ns = since_ns;
+  words.seq = call.seq;
+  words.tag = call.tag;
+  words.group_id = g_.facts().id;
+  words.peer = static_cast<int32_t>(call.correspondent);
+  words.verb = call.verb;
+  words.what = what;
+  words.blocks = call.may_interrupt;
+  for (int r = 0; r < g_.size(); r++)
+    if (r != g_.rank() && owes(r)) words.owed[r / 64] |= uint64_t{1} << r % 64;
+  if (call.site) std::memcpy(words.site, call.site, sizeof words.site);
+  copy_text(words.group, sizeof words.group, g_.facts().name);
+  return words;
 }
 
 void Waiter::sleep(const Call& call, Patience& patience, const Flag& flag, uint64_t seen, int64_t now) {
-  if (!patience.told) tell_waiting(call, patience);
   g_.mine().asleep().store(1, std::memory_order_relaxed);
   sleep_on(flag, seen, std::clamp<int64_t>(call.deadline_ns - now, 0, patience.sleep_ns));
   g_.mine().asleep().store(0, std::memory_order_relaxed);
@@ -138,7 +172,6 @@ bool Waiter::rest(Call& call, Patience& patience, const Flag* flag, uint64_t see
     nanosleep(&nap, nullptr);
   }
   if (now - patience.last_look_ns < kLookEvery) return false;
-  if (!patience.told) tell_waiting(call, patience);
   patience.last_look_ns = now;
   return true;
 }
@@ -163,22 +196,46 @@ Code Waiter::await_slow(Call& call, Phase phase, uint64_t target, int r, const u
       if (flag.load(std::memory_order_acquire) >= target) return Code::ok;
       pause_cpu();
     }
-  Patience patience(g_.heap());
+  Patience patience(g_, phase == Phase::descriptor ? WaitFor::callers : WaitFor::data, owes);
   for (;;) {
     uint64_t seen = flag.load(std::memory_order_acquire);
     if (seen >= target) return Code::ok;
     if (!rest(call, patience, &flag, seen)) continue;
-    if (Code code = health(call, owes); code != Code::ok) return code;
+    if (Code code = look(call, patience); code != Code::ok) return code;
   }
 }
 
 Code Waiter::await_until(Call& call, FunctionRef<bool()> ready, Owes owes) {
-  Patience patience(g_.heap());
+  Patience patience(g_, WaitFor::message, owes);
   while (!ready()) {
     if (!rest(call, patience, nullptr, 0)) continue;
-    if (Code code = health(call, owes); code != Code::ok) return code;
+    if (Code code = look(call, patience); code != Code::ok) return code;
   }
   return Code::ok;
+}
+
+// Whether the wait may go on; and what it tells others.
+Code Waiter::look(Call& call, Patience& patience) {
+  const int64_t now = now_ns();
+  // A deadlock that is proven comes first: whoever has raised it already is gone from the group.
+  if (patience.finder.is_proven())
+    if (Code code = look_for_deadlock(call, patience, now); code != Code::ok) return code;
+  if (Code code = health(call, patience.owes); code != Code::ok) return code;
+  if (patience.line.is_due(now))
+    patience.line.tell(words_of(call, patience.what, patience.begin_ns, patience.owes), now);
+  warn_if_late(call, patience.owes, now);
+  return look_for_deadlock(call, patience, now);
+}
+
+Code Waiter::look_for_deadlock(Call& call, Patience& patience, int64_t now) {
+  if (patience.what == WaitFor::data || now - patience.begin_ns < kDeadlockAfter) return Code::ok;
+  if (!patience.finder.look(call.seq, patience.what, now)) return Code::ok;
+  patience.line.prove();
+  if (!patience.finder.all_know(now)) return Code::ok;
+  const DeadlockFinder::Words words = patience.finder.words();
+  Code code = g_.break_with(call, Code::deadlock, words.text, words.peers);
+  call.failure.lines = words.lines;
+  return code;
 }
 
 }  // namespace unisono

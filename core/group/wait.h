@@ -18,6 +18,7 @@
 
 #include "base/function_ref.h"
 #include "group/group.h"
+#include "memory/activity.h"
 
 namespace unisono {
 
@@ -29,6 +30,33 @@ bool has_busy_neighbours();
 extern bool (*python_interrupted)();
 // How long to spin before giving way, where there are processors for all ranks.
 extern int64_t spin_ns;
+
+// Set once by the bindings: how many threads of the program could make calls, and a warning for its log. `now`: this
+// thread may take the interpreter's lock.
+extern int (*program_threads)();
+extern void (*warn)(std::string text, bool now);
+
+// This thread's line among the activities (memory/activity.h), once its wait has lasted so long that others may want to
+// know of it.
+class WaitLine {
+ public:
+  explicit WaitLine(Recorder& recorder) : lines_(recorder.activities()) {}
+  ~WaitLine() { end(); }
+  WaitLine(const WaitLine&) = delete;
+  WaitLine& operator=(const WaitLine&) = delete;
+  bool is_due(int64_t now) const { return now >= next_ns_; }  // for another `tell`
+  void tell(const Waiting& what, int64_t now);
+  void prove() { lines_.prove(number_); }
+  void end();
+
+ private:
+  Activities& lines_;
+  int number_ = -1;
+  bool told_ = false;
+  Waiting what_{};
+  int64_t next_ns_ = 0;
+  int64_t counted_ns_ = 0;
+};
 
 class Waiter {
  public:
@@ -46,6 +74,9 @@ class Waiter {
   // Has anybody given up, died or left while it owed something; has the deadline passed; did Python get a signal?
   Code health(Call& call, Owes owes);
 
+  // What others are told about a wait.
+  Waiting words_of(const Call& call, WaitFor what, int64_t since_ns, Owes owes) const;
+
   // Says where this thread runs.
   uint32_t note_processor();
 
@@ -57,18 +88,21 @@ class Waiter {
   Code await_slow(Call& call, Phase phase, uint64_t target, int r, const uint8_t* who);
   bool rest(Call& call, Patience& patience, const Flag* flag, uint64_t seen);  // true: look at health now
   void sleep(const Call& call, Patience& patience, const Flag& flag, uint64_t seen, int64_t now);
-  void tell_waiting(const Call& call, Patience& patience);
+  Code look(Call& call, Patience& patience);
   void part_ways();  // two ranks on one processor while others are idle: one of them moves
-  void set_deadline(Call& call, int64_t now) const {
-    call.deadline_ns = now + (call.timeout_ns ? call.timeout_ns : g_.facts().timeout_ns);
-  }
+  void set_deadline(Call& call, int64_t now) const { call.deadline_ns = now + limit_of(call); }
+  int64_t limit_of(const Call& call) const { return call.timeout_ns ? call.timeout_ns : g_.facts().timeout_ns; }
 
   // health.cc
   Code heed_aborts(Call& call, Owes owes);
   Code lost(Call& call, std::vector<int> gone);
   Code timed_out(Call& call, Owes owes);
+  void warn_if_late(Call& call, Owes owes, int64_t now) const;
+  std::vector<int> late_ranks(Owes owes) const;
+  std::string where_is(int r) const;
   std::string last_call(int r) const;
   std::string waits_of(int r) const;
+  Code look_for_deadlock(Call& call, Patience& patience, int64_t now);
 
   Group& g_;
   // When a thread of this group last moved to another processor; relaxed, since it only keeps moves apart.

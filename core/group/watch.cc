@@ -69,6 +69,18 @@ bool is_dying(pid_t pid) {
   return false;
 }
 
+std::string exit_words(pid_t pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  if (pid <= 0 || !std::getline(file, line)) return "";
+  const size_t end = line.rfind(')'), last = line.rfind(' ');  // the last field is what its parent will get
+  if (end == std::string::npos || end + 2 >= line.size() || last == std::string::npos) return "";
+  const unsigned long status = std::strtoul(line.c_str() + last, nullptr, 10);
+  const bool dead = line[end + 2] == 'Z' || line[end + 2] == 'X';
+  if (status & 0x7f) return "signal " + std::to_string(status & 0x7f);
+  return dead ? "exit code " + std::to_string(status >> 8 & 0xff) : "";
+}
+
 std::string process_state(pid_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
   std::string line;

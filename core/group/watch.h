@@ -33,6 +33,9 @@ class Link {
 // True once a process is dead or can only die: exiting, or with SIGKILL waiting for it. Its sockets may still be open.
 bool is_dying(pid_t pid);
 
+// "signal 9" or "exit code 1" of a process that has died and that its parent has not asked for yet; empty: not known.
+std::string exit_words(pid_t pid);
+
 // "running", "stopped", "gone", ...: what the kernel says about a process.
 std::string process_state(pid_t pid);
 

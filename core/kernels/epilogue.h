@@ -1,8 +1,8 @@
 // The reducing pass of the fused matmuls: sums of products from all ranks become results.
 //
-// Rule: combine in the order of `src` in the inputs' type (float32; float64 for float64), AVG divides, then multiply by
-// `scale`, then add the residual, then round once, to nearest even, into every output. The same bits in every loop and
-// on every CPU, as in reduce.h.
+// Rule: combine by the tree of reduce.h over `src`, in the inputs' type (float32; float64 for float64), AVG divides,
+// then multiply by `scale`, then add the residual, then round once, to nearest even, into every output. The same bits
+// in every loop and on every CPU, as in reduce.h.
 #pragma once
 
 #include "base/types.h"

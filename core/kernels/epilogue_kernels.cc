@@ -2,6 +2,7 @@
 // same reasons; each compile exports one EpilogueTable.
 #include "base/vectors.h"
 #include "kernels/epilogue.h"
+#include "kernels/tree.h"
 
 namespace unisono {
 namespace {
@@ -52,76 +53,60 @@ struct Brain {
   }
 };
 
+// What follows the tree: divided, scaled, with the residual at `residual` if there is one, and one kind of NaN.
+template <class Out, RedOp op, size_t vectors>
+UNISONO_INLINE void finish(const FusedReduction& f, Vec<typename Out::Scalar> (&acc)[vectors], const char* residual) {
+  using T = typename Out::Scalar;
+  constexpr size_t lanes = vec_bytes / sizeof(T);
+  const T scale = static_cast<T>(f.scale), divisor = static_cast<T>(f.nsrc);
+#pragma GCC unroll 8
+  for (size_t v = 0; v < vectors; v++) {
+    if constexpr (op == RedOp::avg) acc[v] = acc[v] / divisor;
+    if (f.scale != 1) acc[v] = acc[v] * scale;
+    if (residual) acc[v] = acc[v] + Out::get(residual + v * lanes * Out::size);
+    acc[v] = one_nan<T>(acc[v]);
+  }
+}
+
+UNISONO_INLINE const char* residual_at(const FusedReduction& f, size_t byte) {
+  return f.residual ? static_cast<const char*>(f.residual) + byte : nullptr;
+}
+
 // `vectors` vectors from element `at` on.
 template <class Out, RedOp op, size_t vectors>
 UNISONO_INLINE void block(const FusedReduction& f, size_t at) {
   using T = typename Out::Scalar;
   constexpr size_t lanes = vec_bytes / sizeof(T);
   Vec<T> acc[vectors];
-  const char* from = static_cast<const char*>(f.src[0]) + at * sizeof(T);
+  const auto leaf = [&](Vec<T>(&to)[vectors], size_t s) __attribute__((always_inline)) {
+    const char* const from = static_cast<const char*>(f.src[s]) + at * sizeof(T);
 #pragma GCC unroll 8
-  for (size_t v = 0; v < vectors; v++) acc[v] = load<Vec<T>>(from + v * vec_bytes);
-  for (size_t s = 1; s < f.nsrc; s++) {
-    from = static_cast<const char*>(f.src[s]) + at * sizeof(T);
-#pragma GCC unroll 8
-    for (size_t v = 0; v < vectors; v++) acc[v] = combine<op, T>(acc[v], load<Vec<T>>(from + v * vec_bytes));
-  }
-  const T scale = static_cast<T>(f.scale), divisor = static_cast<T>(f.nsrc);
-#pragma GCC unroll 8
-  for (size_t v = 0; v < vectors; v++) {
-    if constexpr (op == RedOp::avg) acc[v] = acc[v] / divisor;
-    if (f.scale != 1) acc[v] = acc[v] * scale;
-    if (f.residual) acc[v] = acc[v] + Out::get(static_cast<const char*>(f.residual) + (at + v * lanes) * Out::size);
-    acc[v] = one_nan<T>(acc[v]);
-  }
+    for (size_t v = 0; v < vectors; v++) to[v] = load<Vec<T>>(from + v * vec_bytes);
+  };
+  tree_of_all(acc, f.nsrc, leaf, combine<op, T>);
+  finish<Out, op>(f, acc, residual_at(f, at * Out::size));
   for (size_t d = 0; d < f.ndst; d++)
 #pragma GCC unroll 8
     for (size_t v = 0; v < vectors; v++) Out::put(static_cast<char*>(f.dst[d]) + (at + v * lanes) * Out::size, acc[v]);
 }
 
-// Less than a vector, through memory beside.
+// Less than a vector, by zero-padded copies.
 template <class Out, RedOp op>
-void tail(const FusedReduction& f, size_t at) {
+[[gnu::noinline]] void tail(const FusedReduction& f, size_t at) {
   using T = typename Out::Scalar;
-  constexpr size_t lanes = vec_bytes / sizeof(T);
   const size_t left = f.count - at;
-  T acc[lanes] = {}, next[lanes] = {};
-  char out[vec_bytes], residual[vec_bytes] = {};
-  __builtin_memcpy(acc, static_cast<const T*>(f.src[0]) + at, left * sizeof(T));
-  const void* const pair[] = {acc, next};
-  void* const sum[] = {acc};
-  for (size_t s = 1; s < f.nsrc; s++) {
-    // Two at a time, with nothing but the sum.
-    __builtin_memcpy(next, static_cast<const T*>(f.src[s]) + at, left * sizeof(T));
-    constexpr RedOp step = op == RedOp::avg ? RedOp::sum : op;
-    block<Same<T>, step, 1>({FusedReduction{.out = f.out,
-                                            .op = step,
-                                            .count = lanes,
-                                            .src = pair,
-                                            .nsrc = 2,
-                                            .dst = sum,
-                                            .ndst = 1,
-                                            .scale = 1,
-                                            .residual = nullptr}},
-                            0);
-  }
-  if constexpr (op == RedOp::avg)
-    for (T& x : acc) x = x / static_cast<T>(f.nsrc);
-  if (f.residual) __builtin_memcpy(residual, static_cast<const char*>(f.residual) + at * Out::size, left * Out::size);
-  const void* const one[] = {acc};
-  void* const to[] = {out};
-  block<Out, RedOp::sum, 1>({FusedReduction{.out = f.out,
-                                            .op = RedOp::sum,
-                                            .count = lanes,
-                                            .src = one,
-                                            .nsrc = 1,
-                                            .dst = to,
-                                            .ndst = 1,
-                                            .scale = f.scale,
-                                            .residual = f.residual ? residual : nullptr}},
-                            0);
+  char padded[vec_bytes] = {};
+  Vec<T> acc[1];
+  const auto leaf = [&](Vec<T>(&to)[1], size_t s) __attribute__((always_inline)) {
+    __builtin_memcpy(padded, static_cast<const T*>(f.src[s]) + at, left * sizeof(T));
+    to[0] = load<Vec<T>>(padded);
+  };
+  tree_of_all(acc, f.nsrc, leaf, combine<op, T>);
+  if (f.residual) __builtin_memcpy(padded, residual_at(f, at * Out::size), left * Out::size);
+  finish<Out, op>(f, acc, f.residual ? padded : nullptr);
+  Out::put(padded, acc[0]);
   for (size_t d = 0; d < f.ndst; d++)
-    __builtin_memcpy(static_cast<char*>(f.dst[d]) + at * Out::size, out, left * Out::size);
+    __builtin_memcpy(static_cast<char*>(f.dst[d]) + at * Out::size, padded, left * Out::size);
 }
 
 template <class Out, RedOp op>

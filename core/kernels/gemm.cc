@@ -5,15 +5,19 @@
 // read b where it is, a few rows of b at a time, so that memory is read in order. Panels that were packed before are
 // used as they are. A sliver is as many rows as one tile has accumulators for. While a panel is used, what is packed
 // next is asked for from memory: without that a third of the time went into waiting for it (64 rows, weights of 2 MiB).
+// In the tree order (runs.h) sums wait for their right neighbours beside c, a level of the tree each; columns are
+// worked off in chunks, so that these stay in the second-level cache.
 #include "kernels/gemm.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <memory>
 #include <new>
 
 #include "kernels/gemm_kernels.h"
 #include "kernels/reduce.h"
+#include "kernels/runs.h"
 
 namespace unisono {
 namespace {
@@ -30,6 +34,10 @@ constexpr size_t kRun = 176;      // products of a tile
 constexpr size_t kFewRun = 1024;  // products of few rows, where c takes up kStretch at a time
 constexpr size_t kPad = 16;       // so that rows a power of two apart do not share the same cache sets
 constexpr size_t kAlign = 4096;
+// Rows and columns of which sums wait in the tree order, at each level: a part of the second-level cache.
+constexpr size_t kTreeRows = 128;
+constexpr size_t kChunk = 512;
+constexpr size_t kFewChunk = 4096;  // the same of few rows: b is read in stretches of 8 to 16 KiB
 
 const GemmTable& table() {
 #if defined(__x86_64__)
@@ -86,37 +94,96 @@ void each_sliver(size_t m, size_t most, F f) {
   }
 }
 
+// A tile of few rows, which asks for nothing ahead.
+Tile few_tile(const Product& p, const float* a, size_t a_row, size_t rows, size_t k0, size_t k, size_t j, size_t n,
+              size_t panel) {
+  return {.rows = rows,
+          .k = k,
+          .a = a + k0,
+          .a_row = a_row,
+          .b = from(p.b, k0, j).data,
+          .b_type = p.b.dtype,
+          .b_row = p.b.row,
+          .b_panel = panel,
+          .columns = n,
+          .c = nullptr,
+          .c_row = 0,
+          .start = nullptr,
+          .start_row = 0,
+          .lefts = nullptr,
+          .nlefts = 0,
+          .left_row = 0,
+          .bias = nullptr,
+          .next_a = nullptr,
+          .ahead = nullptr,
+          .ahead_row = 0,
+          .ahead_rows = 0,
+          .ahead_bytes = 0};
+}
+
 void multiply_few(const GemmTable& t, const Product& p) {
   const size_t a_row = p.k + kPad;
   float* const a = scratch(p.m * (a_row + (p.k > kFewRun ? p.n : 0)));
   float* const beside = a + p.m * a_row;  // the sums of a run but the first
   t.widen(p.a, p.m, p.k, a, a_row);
   for (size_t k0 = 0; k0 < p.k; k0 += kStretch) {
-    float* const c = k0 < kFewRun ? p.c : beside;
-    const size_t c_row = k0 < kFewRun ? p.c_row : p.n;
-    each_sliver(p.m, t.rows, [&](size_t i, size_t rows) {
-      t.tile({.rows = rows,
-              .k = std::min(kStretch, p.k - k0),
-              .a = a + i * a_row + k0,
-              .a_row = a_row,
-              .b = from(p.b, k0, 0).data,
-              .b_type = p.b.dtype,
-              .b_row = p.b.row,
-              .b_panel = t.columns,
-              .columns = p.n,
-              .c = c + i * c_row,
-              .c_row = c_row,
-              .bias = k0 == 0 ? p.bias : nullptr,
-              .add = k0 % kFewRun > 0,
-              .next_a = nullptr,
-              .ahead = nullptr,
-              .ahead_row = 0,
-              .ahead_rows = 0,
-              .ahead_bytes = 0});
-    });
-    if (c == beside && ((k0 + kStretch) % kFewRun == 0 || k0 + kStretch >= p.k))
+    Tile tile = few_tile(p, a, a_row, p.m, k0, std::min(kStretch, p.k - k0), 0, p.n, t.columns);
+    tile.c = k0 < kFewRun ? p.c : beside;
+    tile.c_row = tile.left_row = k0 < kFewRun ? p.c_row : p.n;
+    const float* const so_far = tile.c;
+    tile.lefts = &so_far;
+    tile.nlefts = k0 % kFewRun > 0;
+    tile.bias = k0 == 0 ? p.bias : nullptr;
+    t.tile(tile);
+    if (tile.c == beside && ((k0 + kStretch) % kFewRun == 0 || k0 + kStretch >= p.k))
       for (size_t i = 0; i < p.m; i++)
         for (size_t j = 0; j < p.n; j++) p.c[i * p.c_row + j] += beside[i * p.n + j];
+  }
+}
+
+// The sums of a chunk that wait for their right neighbours: for each level as many rows and columns as the chunk has,
+// but for the levels below `near` those of one tile.
+struct Waiting {
+  float* data;
+  size_t row, level;        // elements from one to the next
+  size_t near, near_level;  // the same of those levels, which lie first
+  const float* lefts[64];
+
+  float* at(size_t l, size_t i, size_t j) const {
+    return l < near ? data + l * near_level : data + near * near_level + (l - near) * level + i * row + j;
+  }
+  // Where the sum of a run goes, for the element at row i and column j of the chunk; sets the lefts that are joined.
+  void join(Tile& tile, const Run& run, size_t i, size_t j, float* result, size_t result_row) {
+    size_t n = 0;
+    for (size_t bits = run.joins; bits; bits &= bits - 1)
+      lefts[n++] = at(static_cast<size_t>(std::countr_zero(bits)), i, j);
+    tile.lefts = lefts, tile.nlefts = n, tile.left_row = row;
+    const bool last = run.waits < 0;
+    tile.c = last ? result : at(static_cast<size_t>(run.waits), i, j);
+    tile.c_row = last ? result_row : row;
+  }
+};
+
+// As multiply_few, in the tree order: the chain of a run goes on from stretch to stretch.
+void multiply_few_by_tree(const GemmTable& t, const Product& p) {
+  const Runs runs = tree_runs(p.k, p.slice, kDepth);
+  const size_t a_row = p.k + kPad, chunk = std::min(p.n, kFewChunk);
+  float* const a = scratch(p.m * (a_row + chunk * (runs.levels + 1)));
+  float* const chain = a + p.m * a_row;
+  Waiting waiting{chain + p.m * chunk, chunk, p.m * chunk, 0, 0, {}};
+  t.widen(p.a, p.m, p.k, a, a_row);
+  for (size_t j = 0; j < p.n; j += chunk) {
+    for (const Run& run : runs.list)
+      for (size_t k1 = 0; k1 < run.k; k1 += kStretch) {
+        const size_t k = std::min(kStretch, run.k - k1);
+        Tile tile = few_tile(p, a, a_row, p.m, run.k0 + k1, k, j, std::min(chunk, p.n - j), t.columns);
+        tile.start = k1 ? chain : nullptr;
+        tile.start_row = tile.c_row = chunk;
+        tile.c = chain;
+        if (k1 + k == run.k) waiting.join(tile, run, 0, 0, p.c + j, p.c_row);
+        if (k1 + k == run.k && run.waits < 0 && p.bias) tile.bias = p.bias + j;
+        t.tile(tile);
+      }
   }
 }
 
@@ -127,74 +194,116 @@ struct Ahead {
   size_t first = 0, rows = 0;
 };
 
-// A block of rows and k of a product: rows [i0, i0 + m) of a, widened, times rows [k0, k0 + k) of b.
+// A block of rows and k of a product: rows [i0, i0 + m) of a, widened, times rows [k0, k0 + k) of b, in columns
+// [j0, j0 + n), by the runs from `first` to `last`.
 struct GemmBlock {
-  size_t i0, m, k0, k;
+  size_t i0, m, j0, n, k0, k;
+  const Run* first;
+  const Run* last;
   const float* a;
   size_t a_row;
 };
 
 // The panel after this one; of b itself the panels after those that are packed now, a part for each of them.
 Ahead what_is_next(const GemmTable& t, const Product& p, const GemmBlock& block, const float* panel, size_t j) {
+  const size_t end = block.j0 + block.n;
   if (p.panels) {
-    if (j + t.columns >= p.n) return {};
+    if (j + t.columns >= end) return {};
     const size_t bytes = t.columns * sizeof(float);
     return {reinterpret_cast<const std::byte*>(panel + p.k * t.columns), bytes, bytes, 0, block.k};
   }
-  const size_t turn = j / t.columns % kPanels, next = (j / t.columns - turn + kPanels) * t.columns;
-  if (p.b.col != 1 || next >= p.n) return {};
+  const size_t at = (j - block.j0) / t.columns, turn = at % kPanels,
+               next = block.j0 + (at - turn + kPanels) * t.columns;
+  if (p.b.col != 1 || next >= end) return {};
   const size_t size = dtype_bytes(p.b.dtype), first = block.k * turn / kPanels;
   return {static_cast<const std::byte*>(from(p.b, block.k0, next).data), p.b.row * size,
-          std::min(kPanels * t.columns, p.n - next) * size, first, block.k * (turn + 1) / kPanels - first};
+          std::min(kPanels * t.columns, end - next) * size, first, block.k * (turn + 1) / kPanels - first};
 }
 
 // Columns [j, j + one panel) of the block, sliver by sliver and run by run.
-void multiply_panel(const GemmTable& t, const Product& p, const GemmBlock& block, const float* panel, size_t j) {
+void multiply_panel(const GemmTable& t, const Product& p, const GemmBlock& block, Waiting& waiting, const float* panel,
+                    size_t j) {
   const Ahead ahead = what_is_next(t, p, block, panel, j);
   const size_t m = block.m, k = block.k;
   each_sliver(m, t.rows, [&](size_t i, size_t rows) {
-    for (size_t k1 = 0; k1 < k; k1 += kRun) {
-      const size_t run = std::min(kRun, k - k1);
+    float* const c = p.c + (block.i0 + i) * p.c_row + j;
+    for (const Run* run = block.first; run != block.last; run++) {
+      const size_t k1 = run->k0 - block.k0;
       const size_t begin = ahead.first + ahead.rows * (i * k + k1 * rows) / (m * k);
-      const size_t end = ahead.first + ahead.rows * (i * k + (k1 + run) * rows) / (m * k);
-      t.tile({.rows = rows,
-              .k = run,
-              .a = block.a + i * block.a_row + k1,
-              .a_row = block.a_row,
-              .b = panel + k1 * t.columns,
-              .b_type = DType::f32,
-              .b_row = t.columns,
-              .b_panel = 0,
-              .columns = std::min(t.columns, p.n - j),
-              .c = p.c + (block.i0 + i) * p.c_row + j,
-              .c_row = p.c_row,
-              .bias = p.bias ? p.bias + j : nullptr,
-              .add = block.k0 + k1 > 0,
-              .next_a = block.a + (i + rows < m ? i + rows : 0) * block.a_row + k1,
-              .ahead = reinterpret_cast<const char*>(ahead.data + begin * ahead.row),
-              .ahead_row = ahead.row,
-              .ahead_rows = ahead.data ? end - begin : 0,
-              .ahead_bytes = ahead.bytes});
+      const size_t end = ahead.first + ahead.rows * (i * k + (k1 + run->k) * rows) / (m * k);
+      const bool takes_bias = p.bias && (p.slice ? run->waits < 0 : run->k0 == 0);
+      Tile tile{.rows = rows,
+                .k = run->k,
+                .a = block.a + i * block.a_row + k1,
+                .a_row = block.a_row,
+                .b = panel + k1 * t.columns,
+                .b_type = DType::f32,
+                .b_row = t.columns,
+                .b_panel = 0,
+                .columns = std::min(t.columns, p.n - j),
+                .c = c,
+                .c_row = p.c_row,
+                .start = nullptr,
+                .start_row = 0,
+                .lefts = nullptr,
+                .nlefts = 0,
+                .left_row = p.c_row,
+                .bias = takes_bias ? p.bias + j : nullptr,
+                .next_a = block.a + (i + rows < m ? i + rows : 0) * block.a_row + k1,
+                .ahead = reinterpret_cast<const char*>(ahead.data + begin * ahead.row),
+                .ahead_row = ahead.row,
+                .ahead_rows = ahead.data ? end - begin : 0,
+                .ahead_bytes = ahead.bytes};
+      const float* const so_far = c;
+      if (p.slice) {
+        waiting.join(tile, *run, i, j - block.j0, c, p.c_row);
+      } else if (run->k0 > 0) {
+        tile.lefts = &so_far, tile.nlefts = 1;
+      }
+      t.tile(tile);
     }
   });
 }
 
+void multiply_block(const GemmTable& t, const Product& p, const GemmBlock& block, Waiting& waiting, float* packed) {
+  for (size_t j = block.j0; j < block.j0 + block.n; j += t.columns) {
+    const size_t turn = (j - block.j0) / t.columns % kPanels;
+    if (!p.panels && turn == 0)
+      pack(t, from(p.b, block.k0, j), block.k, std::min(kPanels * t.columns, block.j0 + block.n - j), packed);
+    const float* panel = p.panels ? static_cast<const float*>(p.b.data) + j * p.k + block.k0 * t.columns
+                                  : packed + turn * block.k * t.columns;
+    multiply_panel(t, p, block, waiting, panel, j);
+  }
+}
+
+// Runs that are each added to what there is.
+Runs plain_runs(size_t k) {
+  Runs runs;
+  for (size_t k0 = 0; k0 < k; k0 += kRun) runs.list.push_back({k0, std::min(kRun, k - k0), k0 % kDepth == 0, 0, -1});
+  return runs;
+}
+
 void multiply_blocks(const GemmTable& t, const Product& p) {
-  const size_t depth = std::min(p.k, kDepth), a_row = depth + kPad, most = std::min(p.m, kRows);
-  float* const a = scratch(most * a_row + kPanels * depth * t.columns);
+  const Runs runs = p.slice ? tree_runs(p.k, p.slice, kDepth) : plain_runs(p.k);
+  const size_t depth = std::min(p.k, kDepth), a_row = depth + kPad, most = std::min(p.m, p.slice ? kTreeRows : kRows);
+  const size_t chunk = p.slice ? std::min(p.n, kChunk) : p.n;
+  const size_t row = chunk + kPad, level = most * row, near_level = t.rows * row;
+  float* const a =
+      scratch(most * a_row + kPanels * depth * t.columns + runs.near * near_level + (runs.levels - runs.near) * level);
   float* const packed = a + most * a_row;
+  Waiting waiting{packed + kPanels * depth * t.columns, row, level, runs.near, near_level, {}};
+  const Run* const end = runs.list.data() + runs.list.size();
   for (size_t i0 = 0; i0 < p.m; i0 += most)
-    for (size_t k0 = 0; k0 < p.k; k0 += depth) {
-      const GemmBlock block{i0, std::min(most, p.m - i0), k0, std::min(depth, p.k - k0), a, a_row};
-      t.widen(from(p.a, i0, k0), block.m, block.k, a, a_row);
-      for (size_t j = 0; j < p.n; j += t.columns) {
-        const size_t turn = j / t.columns % kPanels;
-        if (!p.panels && turn == 0) pack(t, from(p.b, k0, j), block.k, std::min(kPanels * t.columns, p.n - j), packed);
-        const float* panel = p.panels ? static_cast<const float*>(p.b.data) + j * p.k + k0 * t.columns
-                                      : packed + turn * block.k * t.columns;
-        multiply_panel(t, p, block, panel, j);
+    for (size_t j0 = 0; j0 < p.n; j0 += chunk)
+      for (const Run *first = runs.list.data(), *last = first; first != end; first = last) {
+        size_t k = 0;
+        do k += (last++)->k;
+        while (last != end && !last->begins);
+        const GemmBlock block{
+            i0, std::min(most, p.m - i0), j0, std::min(chunk, p.n - j0), first->k0, k, first, last, a, a_row};
+        t.widen(from(p.a, i0, block.k0), block.m, k, a, a_row);
+        multiply_block(t, p, block, waiting, packed);
       }
-    }
 }
 
 }  // namespace
@@ -218,7 +327,8 @@ void multiply(const Product& p) {
     return;
   }
   const bool in_place = !p.panels && p.m <= kFewRows && p.b.col == 1;
-  in_place ? multiply_few(table(), p) : multiply_blocks(table(), p);
+  if (!in_place) return multiply_blocks(table(), p);
+  p.slice ? multiply_few_by_tree(table(), p) : multiply_few(table(), p);
 }
 
 }  // namespace unisono

@@ -3,8 +3,9 @@
 //
 // torch's own 16-bit product is 50 to 100 times slower than its float32 one there, and gives 16-bit results. Here
 // 16-bit numbers become float32 while a matrix is packed into cache, so they cost no pass of their own. One thread; for
-// tall float32 matrices torch's product is used instead (see fused/gemm.py). Not part of the rule of
-// reduce.h: the order of a product's sums depends on the instruction set, as in every BLAS.
+// tall float32 matrices torch's product is used instead (see fused/gemm.py). The order of an ordinary product's sums
+// depends on its shape, as in every BLAS. With `slice` it is that of runs.h: the same bits for an element whatever the
+// other rows and columns, the instruction set and the dtype its numbers are stored in.
 #pragma once
 
 #include "base/types.h"
@@ -24,6 +25,7 @@ struct Product {
   float* c;           // m rows of n
   size_t c_row;       // elements from one row to the next
   const float* bias;  // n numbers that are added to every row, or null
+  size_t slice = 0;   // the tree order (runs.h), in slices that divide k; 0: any order
 };
 
 void multiply(const Product& product);  // throws std::bad_alloc; c must not overlap a or b

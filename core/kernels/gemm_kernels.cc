@@ -1,10 +1,15 @@
 // The kernels of matrix products, compiled once per instruction set; each compile exports one GemmTable.
 //
-// Flags as for reduce_kernels.cc, but for -ffp-contract=fast: a product's sums are fused multiply-adds. The
-// accumulators of a tile (rows x 2 vectors) fill the registers; everything else streams.
+// Flags as for reduce_kernels.cc. A product's sums are fused multiply-adds, on every instruction set: an element's sum
+// over the k of a tile has the same bits on all of them, whatever the tile's rows, columns and place. The accumulators
+// of a tile (rows x 2 vectors) fill the registers; everything else streams.
 #include "kernels/gemm_kernels.h"
 
 #include "base/vectors.h"
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 namespace unisono {
 namespace {
@@ -59,12 +64,47 @@ UNISONO_INLINE Floats spread(const float* from) {
   return reinterpret_cast<Floats>(Words{} + load<uint32_t>(reinterpret_cast<const char*>(from)));
 }
 
+// a * b + c, rounded once, on every instruction set.
+UNISONO_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+  return vfmaq_f32(c, a, b);
+#else
+  // The product is exact in double; the sum is rounded to odd there, so that rounding it to float32 rounds but once.
+  Floats result;
+  for (size_t l = 0; l < lanes; l++) {
+    const double p = static_cast<double>(a[l]) * static_cast<double>(b[l]), z = static_cast<double>(c[l]);
+    const double sum = p + z, of_z = sum - p, lost = (p - (sum - of_z)) + (z - of_z);
+    uint64_t bits = __builtin_bit_cast(uint64_t, sum);
+    // No NaN is above or below zero.
+    if ((lost > 0 || lost < 0) && !(bits & 1)) bits += (lost > 0) == (sum > 0) ? 1 : uint64_t(-1);
+    result[l] = static_cast<float>(__builtin_bit_cast(double, bits));
+  }
+  return result;
+#endif
+}
+
+UNISONO_INLINE Floats floats_at(const float* from) {
+  return load<Floats>(reinterpret_cast<const char*>(from));
+}
+
+// The panel of columns [at, at + width).
 template <class F, size_t rows>
-UNISONO_INLINE void one_panel(const Tile& t, const char* b, float* c, const float* bias) {
+UNISONO_INLINE void one_panel(const Tile& t, const char* b, size_t at) {
   constexpr size_t size = sizeof(typename F::Stored);
   Floats left[rows], right[rows];
 #pragma GCC unroll 16
   for (size_t i = 0; i < rows; i++) left[i] = right[i] = Floats{};
+  if (t.start) {
+#pragma GCC unroll 16
+    for (size_t i = 0; i < rows; i++) {
+      left[i] = floats_at(t.start + i * t.start_row + at);
+      right[i] = floats_at(t.start + i * t.start_row + at + lanes);
+    }
+  }
   const float* a = t.a;
   const size_t a_row = t.a_row, b_row = t.b_row * size;
   auto step = [&]() __attribute__((always_inline)) {
@@ -72,21 +112,25 @@ UNISONO_INLINE void one_panel(const Tile& t, const char* b, float* c, const floa
 #pragma GCC unroll 16
     for (size_t i = 0; i < rows; i++) {
       const Floats factor = spread(a + i * a_row);
-      left[i] += factor * x;
-      right[i] += factor * y;
+      left[i] = multiply_add(factor, x, left[i]);
+      right[i] = multiply_add(factor, y, right[i]);
     }
     a++, b += b_row;
   };
   size_t k = 0;
   if (t.next_a) {
 #pragma GCC unroll 16
-    for (size_t i = 0; i < rows; i++) __builtin_prefetch(c + i * t.c_row, 1, 3);
+    for (size_t i = 0; i < rows; i++) __builtin_prefetch(t.c + at + i * t.c_row, 1, 3);
+    for (size_t l = 0; l < t.nlefts; l++) {
+#pragma GCC unroll 16
+      for (size_t i = 0; i < rows; i++) __builtin_prefetch(t.lefts[l] + at + i * t.left_row, 0, 3);
+    }
     constexpr size_t stretch = 8;
     const char* ahead = t.ahead;
     const size_t each = (t.ahead_rows * stretch + t.k - 1) / t.k;
     for (size_t asked = 0; k + stretch <= t.k; k += stretch) {
       for (size_t r = 0; r < each && asked < t.ahead_rows; r++, asked++, ahead += t.ahead_row)
-        for (size_t at = 0; at < t.ahead_bytes; at += 64) __builtin_prefetch(ahead + at, 0, 2);
+        for (size_t by = 0; by < t.ahead_bytes; by += 64) __builtin_prefetch(ahead + by, 0, 2);
       if (k % 16 == 0) {
 #pragma GCC unroll 16
         for (size_t i = 0; i < rows; i++) __builtin_prefetch(t.next_a + i * a_row + k, 0, 3);
@@ -95,33 +139,36 @@ UNISONO_INLINE void one_panel(const Tile& t, const char* b, float* c, const floa
     }
   }
   for (; k < t.k; k++) step();
+  for (size_t l = 0; l < t.nlefts; l++) {
+    const float* const from = t.lefts[l] + at;
+#pragma GCC unroll 16
+    for (size_t i = 0; i < rows; i++) {
+      left[i] = floats_at(from + i * t.left_row) + left[i];
+      right[i] = floats_at(from + i * t.left_row + lanes) + right[i];
+    }
+  }
 #pragma GCC unroll 16
   for (size_t i = 0; i < rows; i++) {
-    char* const to = reinterpret_cast<char*>(c + i * t.c_row);
-    Floats x = left[i], y = right[i];
-    if (t.add) {
-      x += load<Floats>(to);
-      y += load<Floats>(to + vec_bytes);
-    } else if (bias) {
-      x += load<Floats>(reinterpret_cast<const char*>(bias));
-      y += load<Floats>(reinterpret_cast<const char*>(bias + lanes));
+    char* const to = reinterpret_cast<char*>(t.c + i * t.c_row + at);
+    if (t.bias) {
+      left[i] += floats_at(t.bias + at);
+      right[i] += floats_at(t.bias + at + lanes);
     }
-    store(to, x);
-    store(to + vec_bytes, y);
+    store(to, left[i]);
+    store(to + vec_bytes, right[i]);
   }
 }
 
 // A narrower last panel: computed beside and copied. `b` may end with its last column, so it is copied first, in
 // stretches of k that fit on the stack.
 template <class F, size_t rows>
-void last_panel(const Tile& t, const char* b, float* c, const float* bias, size_t columns) {
+void last_panel(const Tile& t, const char* b, size_t at, size_t columns) {
   constexpr size_t size = sizeof(typename F::Stored), stretch = 32;
-  float held[stretch * width], part[rows * width], part_bias[width] = {};
-  for (size_t j = 0; bias && j < columns; j++) part_bias[j] = bias[j];
-  for (size_t i = 0; i < rows; i++)
-    for (size_t j = 0; j < width; j++) part[i * width + j] = t.add && j < columns ? c[i * t.c_row + j] : 0;
+  float held[stretch * width], part[rows * width] = {};
+  for (size_t i = 0; t.start && i < rows; i++)
+    for (size_t j = 0; j < columns; j++) part[i * width + j] = t.start[i * t.start_row + at + j];
   const size_t left = columns < lanes ? columns : lanes;
-  for (size_t k = 0; k < t.k || k == 0; k += stretch) {
+  for (size_t k = 0; k < t.k; k += stretch) {
     const size_t some = t.k - k < stretch ? t.k - k : stretch;
     for (size_t i = 0; i < some; i++) {
       const char* from = b + (k + i) * t.b_row * size;
@@ -130,26 +177,26 @@ void last_panel(const Tile& t, const char* b, float* c, const float* bias, size_
       store(to + vec_bytes, wide_part<F>(from + lanes * size, columns - left));
     }
     Tile inner = t;
-    inner.k = some, inner.a = t.a + k, inner.b_row = width, inner.c_row = width, inner.add = t.add || k > 0;
-    inner.next_a = nullptr;
-    one_panel<FromF32, rows>(inner, reinterpret_cast<const char*>(held), part, part_bias);
+    inner.k = some, inner.a = t.a + k, inner.b_row = width, inner.c = part, inner.c_row = width;
+    inner.start = part, inner.start_row = width;
+    inner.nlefts = 0, inner.bias = nullptr, inner.next_a = nullptr;
+    one_panel<FromF32, rows>(inner, reinterpret_cast<const char*>(held), 0);
   }
   for (size_t i = 0; i < rows; i++)
-    for (size_t j = 0; j < columns; j++) c[i * t.c_row + j] = part[i * width + j];
+    for (size_t j = 0; j < columns; j++) {
+      float x = part[i * width + j];
+      for (size_t l = 0; l < t.nlefts; l++) x = t.lefts[l][i * t.left_row + at + j] + x;
+      t.c[i * t.c_row + at + j] = t.bias ? x + t.bias[at + j] : x;
+    }
 }
 
 template <class F, size_t rows>
 void tile_of(const Tile& t) {
   constexpr size_t size = sizeof(typename F::Stored);
   const char* b = static_cast<const char*>(t.b);
-  const float* bias = t.bias;
-  float* c = t.c;
-  size_t columns = t.columns;
-  for (; columns >= width; columns -= width, b += t.b_panel * size, c += width) {
-    one_panel<F, rows>(t, b, c, bias);
-    if (bias) bias += width;
-  }
-  if (columns) last_panel<F, rows>(t, b, c, bias, columns);
+  size_t at = 0;
+  for (; at + width <= t.columns; at += width, b += t.b_panel * size) one_panel<F, rows>(t, b, at);
+  if (at < t.columns) last_panel<F, rows>(t, b, at, t.columns - at);
 }
 
 template <class F, size_t rows = most_rows>

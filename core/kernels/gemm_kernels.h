@@ -7,8 +7,9 @@
 
 namespace unisono {
 
-// A few rows of c: += or = the product of rows of a (float32, consecutive k) and columns of b. Columns come in panels
-// of the table's width; the last may be narrower.
+// A few rows of c: the product of rows of a (float32, consecutive k) and columns of b. Every element is one chain of
+// fused multiply-adds in the order of k, from zero or from `start`; then the `lefts` are joined, left + sum, one after
+// the other; then the bias is added. Columns come in panels of the table's width; the last may be narrower.
 //
 // Meanwhile the next tile's rows of a are asked for from the second-level cache, and from memory `ahead_rows` rows of
 // what is packed next, `ahead_bytes` long each.
@@ -24,8 +25,11 @@ struct Tile {
   size_t columns;
   float* c;
   size_t c_row;
-  const float* bias;    // for the first product of a sum; null: zero
-  bool add;             // to what c holds, instead of to the bias
+  const float* start;  // null: zero
+  size_t start_row;
+  const float* const* lefts;
+  size_t nlefts, left_row;
+  const float* bias;    // null: none
   const float* next_a;  // null: none of this is asked for
   const char* ahead;
   size_t ahead_row, ahead_rows, ahead_bytes;

@@ -1,10 +1,18 @@
 // Element-wise reduction of several inputs into several outputs: the rule by which numbers are combined.
 //
-// Rule (the same for every algorithm, size, tail and CPU): out[i] = src[0][i] op src[1][i] op ... in the
-// order of `src`; float16 and bfloat16 accumulate in float32 and are rounded once, to nearest even; AVG
-// divides the accumulator by `nsrc` before that rounding; PREMUL_SUM multiplies each input by its factor in
-// the accumulator's type first. Integers wrap, integer AVG truncates toward zero, NaN propagates in MIN and
+// Rule (the same for every algorithm, size, tail and CPU): out[i] is src[0][i] op src[1][i] op ... by the binary tree
+// over the numbers of `src`: neighbours are combined, ((0 op 1) op (2 op 3)) op ..., then their results, and so on;
+// what has no right neighbour passes on as it is. float16 and bfloat16 accumulate in float32 and are rounded once, to
+// nearest even; AVG divides the accumulator by `nsrc` before that rounding; PREMUL_SUM multiplies each input by its
+// factor in the accumulator's type first. Integers wrap, integer AVG truncates toward zero, NaN propagates in MIN and
 // MAX, bool SUM/MAX/BOR is logical or, bool PRODUCT/MIN/BAND is logical and, and results are 0 or 1.
+//
+// The tree composes. The sources [j * 2^p, (j + 1) * 2^p) are a subtree, and so are fewer of them if they are the last
+// ones. So whoever has such aligned blocks (a host its ranks, a rank its part of a product) may combine each for itself
+// and then the blocks by the same tree: blocks of 2^p sources that begin at multiples of 2^p give the same bits as all
+// sources at once, as long as the partial results are kept in the accumulator's type (float32 for 16-bit types), AVG
+// divides by the number of all sources at the end, PREMUL_SUM multiplies only at the leaves, and the rounding is the
+// last step. Blocks that are not so aligned (3 ranks on one host, 3 on the other) are not subtrees.
 #pragma once
 
 #include "base/cpu.h"

@@ -10,7 +10,7 @@
 //
 // Invariants:
 // - An element's arithmetic is the same in every loop, in tails and for every vector width, so instruction
-//   set, alignment, message size and number of outputs never change a bit of the result.
+//   set, alignment, message size and number of outputs never change a bit of the result. tree.h has its order.
 // - All sources of a position are loaded before any output of it is stored: outputs may be sources.
 // - No symbol but the table leaves this file, and no inline function or std template that another file may
 //   also instantiate is used: the linker could keep the AVX copy for everybody.
@@ -20,6 +20,7 @@
 #include <utility>
 
 #include "base/vectors.h"
+#include "kernels/tree.h"
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -121,16 +122,17 @@ struct Step {
     return v;
   }
 
-  static UNISONO_INLINE Acc next(Acc acc, const char* from, Scalar factor) {
-    const Acc v = first(from, factor);
+  static UNISONO_INLINE Acc join(Acc acc, Acc v) {
     if constexpr (is_complex<F> && op == RedOp::product) {
       acc.a = multiply_complex<Scalar>(acc.a, v.a, std::make_index_sequence<vec_bytes / sizeof(Scalar)>());
     } else {
-      acc.a = join(acc.a, v.a);
-      if constexpr (paired) acc.b = join(acc.b, v.b);
+      acc.a = join_one(acc.a, v.a);
+      if constexpr (paired) acc.b = join_one(acc.b, v.b);
     }
     return acc;
   }
+
+  static UNISONO_INLINE Acc next(Acc acc, const char* from, Scalar factor) { return join(acc, first(from, factor)); }
 
   static UNISONO_INLINE Bytes last(Acc acc, size_t nsrc) {
     if constexpr (op == RedOp::avg) {
@@ -141,7 +143,7 @@ struct Step {
   }
 
  private:
-  static UNISONO_INLINE Vec<Scalar> join(Vec<Scalar> x, Vec<Scalar> y) {
+  static UNISONO_INLINE Vec<Scalar> join_one(Vec<Scalar> x, Vec<Scalar> y) {
     if constexpr (op == RedOp::avg && std::is_signed_v<Scalar> && std::is_integral_v<Scalar>) {
       using Unsigned = std::make_unsigned_t<Scalar>;  // signed overflow would be undefined
       return reinterpret_cast<Vec<Scalar>>(reinterpret_cast<Vec<Unsigned>>(x) + reinterpret_cast<Vec<Unsigned>>(y));
@@ -175,13 +177,13 @@ template <class S>
   const size_t rest = task.bytes - done;
   if (rest == 0) return;
   char padded[vec_bytes] = {};
-  __builtin_memcpy(padded, source(task, 0) + done, rest);
-  typename S::Acc acc = S::first(padded, factor_of<S>(task, 0));
-  for (size_t s = 1; s < task.nsrc; ++s) {
+  typename S::Acc acc[1];
+  const auto leaf = [&](typename S::Acc(&to)[1], size_t s) __attribute__((always_inline)) {
     __builtin_memcpy(padded, source(task, s) + done, rest);
-    acc = S::next(acc, padded, factor_of<S>(task, s));
-  }
-  store(padded, S::last(acc, task.nsrc));
+    to[0] = S::first(padded, factor_of<S>(task, s));
+  };
+  tree_of_all(acc, task.nsrc, leaf, S::join);
+  store(padded, S::last(acc[0], task.nsrc));
   for (size_t d = 0; d < task.ndst; ++d) __builtin_memcpy(output(task, d) + done, padded, rest);
 }
 
@@ -235,69 +237,83 @@ void reduce_two(const KernelTask& task) {
   reduce_tail<S>(task, whole);
 }
 
-// Sources read side by side in one pass: few enough for the hardware prefetchers and the ways of the L1 cache
-// (sources of equal alignment fall into the same sets). Measured on Zen 4: 64 sources of 512 KiB run at 5
-// GB/s in one pass and at 31 in groups of 8.
-constexpr size_t group_sources = 8;
+// Sources read side by side in one pass are those of one group of the tree: few enough for the hardware prefetchers and
+// the ways of the L1 cache (sources of equal alignment fall into the same sets). Measured on Zen 4: 64 sources of 512
+// KiB run at 5 GB/s in one pass and at 31 in groups of 8.
 constexpr size_t tile_bytes = 4096;
+constexpr size_t waiting_bytes = 16384;  // of accumulators that wait for their right neighbours, all in the L1 cache
 
-// One group of sources over `vectors` consecutive vectors: from the tile (or nothing, for the first group)
-// into the tile (or the outputs, for the last group).
+// What all blocks of one group of sources have in common.
+template <class S>
+struct Group {
+  size_t begin, sources;
+  typename S::Scalar factors[group_sources];
+  size_t completes;  // see completed_by
+  bool last;
+  typename S::Acc* waiting;  // a tile for each level, `stride` accumulators apart
+  size_t stride;
+  typename S::Acc* after;  // where what comes of it waits
+};
+
+// One group of sources over `vectors` consecutive vectors, the first of them vector `v` of its tile.
 template <class S, size_t vectors>
-UNISONO_INLINE void reduce_block(const KernelTask& task, size_t at, const typename S::Scalar* factors, size_t begin,
-                                 size_t end, typename S::Acc* tile) {
-  typename S::Acc acc[vectors];
-  size_t s = begin;
-  if (begin == 0) {
-    const char* const from = source(task, 0) + at;
-#pragma GCC unroll 8
-    for (size_t v = 0; v < vectors; ++v) acc[v] = S::first(from + v * vec_bytes, factors[0]);
-    ++s;
-  } else {
-#pragma GCC unroll 8
-    for (size_t v = 0; v < vectors; ++v) acc[v] = tile[v];
-  }
-  for (; s < end; ++s) {
+UNISONO_INLINE void reduce_block(const KernelTask& task, const Group<S>& group, size_t at, size_t v) {
+  using Acc = typename S::Acc;
+  Acc acc[vectors];
+  const auto leaf = [&](Acc(&to)[vectors], size_t s) __attribute__((always_inline)) {
     const char* const from = source(task, s) + at;
-    const auto factor = factors[s - begin];
+    const auto factor = group.factors[s - group.begin];
 #pragma GCC unroll 8
-    for (size_t v = 0; v < vectors; ++v) acc[v] = S::next(acc[v], from + v * vec_bytes, factor);
+    for (size_t i = 0; i < vectors; ++i) to[i] = S::first(from + i * vec_bytes, factor);
+  };
+  tree_of_group(acc, group.begin, group.sources, leaf, S::join);
+  for (size_t done = group.completes; done; done &= done - 1) {
+    const Acc* const left = group.waiting + static_cast<size_t>(__builtin_ctzll(done)) * group.stride + v;
+#pragma GCC unroll 8
+    for (size_t i = 0; i < vectors; ++i) acc[i] = S::join(left[i], acc[i]);
   }
-  if (end < task.nsrc) {
+  if (!group.last) {
 #pragma GCC unroll 8
-    for (size_t v = 0; v < vectors; ++v) tile[v] = acc[v];
+    for (size_t i = 0; i < vectors; ++i) group.after[v + i] = acc[i];
     return;
   }
   Bytes result[vectors];
 #pragma GCC unroll 8
-  for (size_t v = 0; v < vectors; ++v) result[v] = S::last(acc[v], task.nsrc);
+  for (size_t i = 0; i < vectors; ++i) result[i] = S::last(acc[i], task.nsrc);
   for (size_t d = 0; d < task.ndst; ++d) {
     char* const to = output(task, d) + at;
 #pragma GCC unroll 8
-    for (size_t v = 0; v < vectors; ++v) store(to + v * vec_bytes, result[v]);
+    for (size_t i = 0; i < vectors; ++i) store(to + i * vec_bytes, result[i]);
   }
 }
 
 // Any number of sources and outputs. A tile's accumulators stay in the L1 cache between groups of sources.
 template <class S>
 void reduce_many(const KernelTask& task) {
-  constexpr size_t block = 4;
-  typename S::Acc tile[tile_bytes / vec_bytes];
+  using Acc = typename S::Acc;
+  constexpr size_t block = S::paired ? 2 : 4;  // three partials of a tree of eight stay in registers
+  Acc waiting[waiting_bytes / sizeof(Acc)];
+  const size_t groups = (task.nsrc + group_sources - 1) / group_sources;
+  const size_t levels = groups > 1 ? 64 - static_cast<size_t>(__builtin_clzll(groups - 1)) : 1;
+  const size_t room = waiting_bytes / sizeof(Acc) / levels / block * block;
+  const size_t stride = room < tile_bytes / vec_bytes ? room : tile_bytes / vec_bytes;
   const size_t whole = task.bytes - task.bytes % vec_bytes;
-  for (size_t tile_at = 0; tile_at < whole; tile_at += tile_bytes) {
-    const size_t left = whole - tile_at;
-    const size_t vectors = (left < tile_bytes ? left : tile_bytes) / vec_bytes;
-    for (size_t begin = 0; begin < task.nsrc; begin += group_sources) {
-      const size_t end = task.nsrc - begin < group_sources ? task.nsrc : begin + group_sources;
-      typename S::Scalar factors[group_sources];
-      for (size_t s = begin; s < end; ++s) factors[s - begin] = factor_of<S>(task, s);
+  for (size_t tile_at = 0; tile_at < whole; tile_at += stride * vec_bytes) {
+    const size_t left = (whole - tile_at) / vec_bytes;
+    const size_t vectors = left < stride ? left : stride;
+    for (size_t g = 0; g < groups; ++g) {
+      Group<S> group;
+      group.begin = g * group_sources;
+      group.last = g + 1 == groups;
+      group.sources = group.last ? task.nsrc - group.begin : group_sources;
+      for (size_t s = 0; s < group.sources; ++s) group.factors[s] = factor_of<S>(task, group.begin + s);
+      group.completes = completed_by(g, group.last);
+      group.waiting = waiting;
+      group.stride = stride;
+      group.after = waiting + (group.last ? 0 : level_after(g)) * stride;
       size_t v = 0;
-      for (; v + block <= vectors; v += block) {
-        reduce_block<S, block>(task, tile_at + v * vec_bytes, factors, begin, end, tile + v);
-      }
-      for (; v < vectors; ++v) {
-        reduce_block<S, 1>(task, tile_at + v * vec_bytes, factors, begin, end, tile + v);
-      }
+      for (; v + block <= vectors; v += block) reduce_block<S, block>(task, group, tile_at + v * vec_bytes, v);
+      for (; v < vectors; ++v) reduce_block<S, 1>(task, group, tile_at + v * vec_bytes, v);
     }
   }
   reduce_tail<S>(task, whole);

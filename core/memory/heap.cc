@@ -20,30 +20,19 @@
 namespace unisono {
 namespace {
 
-constexpr size_t kAlign = 128;  // a flag line, and two cache lines
-constexpr size_t kPage = 4096;
-constexpr size_t kGrowth = 1 << 20;  // least extension, so that small tensors do not cost a system call each
-constexpr size_t kSlack = 64 << 20;  // left to the rest of the system when memory is counted
+constexpr size_t kGrowth = 1 << 20;  // steps of extension, so that small tensors do not cost a system call each
 
-constexpr size_t kSmallRun = 64 << 10;  // pages that small blocks are cut from
-constexpr size_t kDetachStep = 2 << 20;
-constexpr size_t kTrimStep = 2 << 20;  // given back at a time, so that nobody waits long for the lock
-constexpr size_t kSpares = 8;          // small blocks of one size kept for the next allocation
-
-std::vector<Heap*>& heaps = *new std::vector<Heap*>;  // never destroyed: tensors may outlive static objects
-ForkMutex heaps_mutex(ForkOrder::heaps, Heap::after_fork_in_child, Heap::before_fork, Heap::after_fork_in_parent);
+constexpr size_t kSmallRun = 64 << 10;     // pages that small blocks are cut from
+constexpr size_t kSpares = 8;              // small blocks of one size kept for the next allocation
+constexpr size_t kSpareBytes = 256 << 20;  // the same of pages, of all sizes
 
 std::shared_ptr<Heap>& own_heap = *new std::shared_ptr<Heap>;
 ForkMutex own_heap_mutex(ForkOrder::process_heap, [] { own_heap.reset(); });
 
-// Written by set_fork_copy_max, read before a fork; relaxed, since the number publishes nothing.
-std::atomic<size_t> fork_copy_max{256 << 20};
-
-size_t round_up(size_t n, size_t to) {
-  return (n + to - 1) / to * to;
-}
-
 }  // namespace
+
+std::vector<Heap*>& Heap::heaps_ = *new std::vector<Heap*>;  // never destroyed: tensors may outlive static objects
+ForkMutex Heap::heaps_mutex_(ForkOrder::heaps, after_fork_in_child, before_fork, after_fork_in_parent);
 
 size_t Heap::size_class(size_t bytes) {
   // Four classes per doubling: at most a fifth is lost to rounding, and a tensor freed fits the next of its kind.
@@ -73,17 +62,20 @@ std::shared_ptr<Heap> Heap::create(Failure& failure) {
   if (!heap->grow(kGrowth, failure)) return nullptr;
   heap->color_ = heap->token_.a % (kPage / kAlign) * kAlign;
   heap->pages_.erase(0);
-  heap->pages_.insert(kPage, heap->top_ - kPage);  // the first page holds the header and the activities
+  // The first pages hold the header and the recorder.
+  static_assert(RecorderLayout::end % kPage == 0 && RecorderLayout::end < kGrowth);
+  heap->pages_.insert(RecorderLayout::end, heap->top_ - RecorderLayout::end);
+  heap->recorder_.place(heap->base());
   auto* header = reinterpret_cast<HeapHeader*>(heap->base());
   *header = {HeapHeader::kMagic, kLayoutVersion, heap->token_, capacity};
-  std::lock_guard lock(heaps_mutex);
-  heaps.push_back(heap.get());
+  std::lock_guard lock(heaps_mutex_);
+  heaps_.push_back(heap.get());
   return heap;
 }
 
 Heap::~Heap() {
-  std::lock_guard lock(heaps_mutex);
-  std::erase(heaps, this);
+  std::lock_guard lock(heaps_mutex_);
+  std::erase(heaps_, this);
   scratch_.reset();  // while there is a heap to give it back to
 }
 
@@ -99,42 +91,8 @@ bool is_reachable(const void* p, size_t bytes) {
   return !own_heap || !own_heap->is_detached(p, bytes);
 }
 
-void set_fork_copy_max(size_t bytes) {
-  fork_copy_max.store(bytes, std::memory_order_relaxed);
-}
-
-void Heap::before_fork() {
-  size_t bytes = 0;
-  for (Heap* heap : heaps) {
-    heap->mutex_.lock();
-    bytes += heap->in_use_;
-  }
-  if (bytes > fork_copy_max.load(std::memory_order_relaxed)) return;
-  if (bytes > kSlack && bytes + kSlack > memory_available()) return;
-  for (Heap* heap : heaps) {
-    heap->copy_ = Pages(heap->top_);
-    if (!heap->copy_) continue;
-    for (auto [offset, size] : heap->live_) std::memcpy(heap->copy_.get() + offset, heap->base() + offset, size);
-  }
-}
-
-void Heap::after_fork_in_parent() {
-  for (Heap* heap : heaps) {
-    heap->copy_.reset();
-    heap->mutex_.unlock();
-  }
-}
-
-void Heap::after_fork_in_child() {
-  for (Heap* heap : heaps) {
-    if (heap->copy_) heap->mapping_->replace(std::move(heap->copy_));
-    heap->mutex_.unlock();
-  }
-  heaps.clear();  // a child of this child gets what is here now by fork itself
-}
-
 bool Heap::grow(size_t bytes, Failure& failure) {
-  size_t more = round_up(std::max(bytes, kGrowth), kPage);
+  size_t more = round_up(std::max(bytes, kGrowth), kGrowth);
   if (more > capacity() - top_) {
     fail(failure, Code::no_memory,
          "the heap holds at most " + std::to_string(capacity()) + " bytes, " + std::to_string(top_) +
@@ -183,7 +141,8 @@ bool Heap::fill_holes(size_t offset, size_t bytes, Failure& failure) {
 }
 
 bool Heap::take_pages(size_t bytes, size_t& offset, Failure& failure) {
-  if (!pages_.take(bytes, offset) && !grow_tail(bytes, offset, failure)) return false;
+  const bool found = pages_.take(bytes, offset) || (spare_bytes_ && (drop_spares(), pages_.take(bytes, offset)));
+  if (!found && !grow_tail(bytes, offset, failure)) return false;
   cold_.remove(offset, bytes);
   if (fill_holes(offset, bytes, failure)) return true;
   pages_.insert(offset, bytes);
@@ -219,7 +178,7 @@ void Heap::give_small(size_t offset, size_t bytes) {
   pages_.insert(first, end - first);
 }
 
-void* Heap::allocate(size_t bytes, Failure& failure) {
+void* Heap::allocate(size_t bytes, bool is_tensor, Failure& failure) {
   std::lock_guard lock(mutex_);
   if (bytes > capacity()) {
     fail(failure, Code::no_memory,
@@ -228,35 +187,67 @@ void* Heap::allocate(size_t bytes, Failure& failure) {
     return nullptr;
   }
   size_t want = size_class(bytes), offset;
-  if (want < kPage) {
-    do {  // a block in a page that was taken away from the peers is of no use any more
-      if (auto& nodes = spare_[want / kAlign]; !nodes.empty()) {
-        offset = nodes.back().key();
-        live_.insert(std::move(nodes.back()));
-        nodes.pop_back();
-      } else {
-        if (!take_small(want, offset, failure)) return nullptr;
-        live_[offset] = want;
-      }
-    } while (!detached_.empty() && is_detached_locked(offset, want) && live_.erase(offset));
-    in_use_ += want;
-    return base() + offset;
+  const bool small = want < kPage;
+  if (!small) want = round_up(want + color_, kPage);
+  do {  // a small block in a page that was taken away from the peers is of no use any more
+    auto* spares = spares_of(want);
+    if (spares && !spares->empty()) {
+      auto block = spares->back();
+      spares->pop_back();
+      block->second = {want, is_tensor};
+      offset = block->first;
+      if (!small) spare_bytes_ -= want;
+    } else {
+      if (!(small ? take_small(want, offset, failure) : take_anyhow(want, offset, failure))) return nullptr;
+      live_[offset] = {want, is_tensor};
+    }
+  } while (!detached_.empty() && is_detached_locked(offset, want) && live_.erase(offset));
+  count_in_use(want);
+  return base() + offset + (small ? 0 : color_);
+}
+
+// Where there is no memory to grow, free pages elsewhere in the heap go back first.
+bool Heap::take_anyhow(size_t bytes, size_t& offset, Failure& failure) {
+  return take_pages(bytes, offset, failure) || (give_all_back() > 0 && take_pages(bytes, offset, failure));
+}
+
+// The list for blocks of this size, if they are kept for the next allocation.
+std::vector<Heap::Live::iterator>* Heap::spares_of(size_t bytes) {
+  if (bytes < kPage) return &spares_[bytes / kAlign];
+  return bytes <= kSpareMost ? &spares_[kPage / kAlign + bytes / kPage] : nullptr;
+}
+
+bool Heap::keep_spare(Live::iterator block) {
+  const size_t bytes = block->second.bytes;
+  auto* spares = spares_of(bytes);
+  const bool room = spares && (bytes < kPage ? spares->size() < kSpares : spare_bytes_ + bytes <= kSpareBytes);
+  if (!room) return false;
+  spares->push_back(block);
+  block->second.spare = true;
+  if (bytes >= kPage) spare_bytes_ += bytes;
+  return true;
+}
+
+// Blocks of pages that were kept for the next allocation of their size become free for all.
+void Heap::drop_spares() {
+  for (size_t i = kPage / kAlign; spare_bytes_ && i < spares_.size(); i++) {
+    for (auto block : spares_[i]) {
+      pages_.insert(block->first, block->second.bytes);
+      spare_bytes_ -= block->second.bytes;
+      live_.erase(block);
+    }
+    spares_[i].clear();
   }
-  want = round_up(want + color_, kPage);
-  if (!take_pages(want, offset, failure)) return nullptr;
-  live_[offset] = want;
-  in_use_ += want;
-  return base() + offset + color_;
 }
 
 // The live allocation that `p` points into; the end if there is none.
-std::map<size_t, size_t>::iterator Heap::find_live(const void* p) {
+Heap::Live::iterator Heap::find_live(const void* p) {
   if (!holds(p)) return live_.end();
   const auto at = static_cast<size_t>(static_cast<const std::byte*>(p) - base());
   auto found = live_.upper_bound(at);
   if (found == live_.begin()) return live_.end();
   --found;
-  return at < found->first + found->second ? found : live_.end();
+  return at < found->first + found->second.bytes && !found->second.spare ? found : live_.end();
 }
 
 void Heap::release(void* p) {
@@ -264,72 +255,29 @@ void Heap::release(void* p) {
   std::lock_guard lock(mutex_);
   auto found = find_live(p);
   if (found == live_.end()) return;
-  auto [offset, bytes] = *found;
-  in_use_ -= bytes;
-  auto node = live_.extract(found);
+  const size_t offset = found->first, bytes = found->second.bytes;
+  count_in_use(-bytes);
   if (!detached_.empty() && is_detached_locked(offset, bytes)) {
+    const bool is_private = found->second.is_private;
+    live_.erase(found);
+    if (is_private && take_back(offset, bytes)) return;
     quarantined_ += bytes;      // its addresses are not the file's any more
     if (bytes < kPage) return;  // others may live in the same page
     for (auto gone = detached_.lower_bound(offset); gone != detached_.end() && gone->first < offset + bytes; ++gone)
       madvise(base() + gone->first, gone->second, MADV_DONTNEED);
-  } else if (bytes >= kPage) {
+    return;
+  }
+  if (!keep_spare(found)) {
+    live_.erase(found);
+    if (bytes < kPage) return give_small(offset, bytes);
     pages_.insert(offset, bytes);
-    if (pages_.total - holes_.total > kTrimKeep) start_trimming();
-  } else if (auto& nodes = spare_[bytes / kAlign]; nodes.size() < kSpares) {
-    nodes.push_back(std::move(node));
-  } else {
-    give_small(offset, bytes);
   }
+  if (bytes >= kPage && spare_bytes_ + pages_.total - holes_.total > kTrimKeep) start_trimming();
 }
 
-bool Heap::detach(const void* p, size_t bytes) {
+void Heap::pin(const void* p) {
   std::lock_guard lock(mutex_);
-  auto live = find_live(p);
-  const auto at = static_cast<size_t>(static_cast<const std::byte*>(p) - base());
-  if (bytes == 0 || live == live_.end() || bytes > live->first + live->second - at) return false;
-  detachments_.fetch_add(1, std::memory_order_release);  // before the first page: who asks then waits for the lock
-  const size_t end = round_up(at + bytes, kPage);
-  // In steps, so that the memory needed twice stays small; around what is private already.
-  for (size_t begin = at / kPage * kPage, length; begin < end; begin += length) {
-    auto next = detached_.upper_bound(begin);
-    if (next != detached_.begin() && std::prev(next)->first + std::prev(next)->second > begin) {
-      length = std::prev(next)->first + std::prev(next)->second - begin;
-      continue;
-    }
-    length = std::min({kDetachStep, end - begin, next == detached_.end() ? SIZE_MAX : next->first - begin});
-    // A private mapping of the same pages: they look the same until they are written. The write below, which changes
-    // nothing, has the kernel copy each of them; a write of another thread comes before or after that, never in
-    // between.
-    if (mmap(base() + begin, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd(),
-             static_cast<off_t>(begin)) == MAP_FAILED)
-      return false;
-    madvise(base() + begin, length, MADV_DONTDUMP);
-    for (size_t page = begin; page < begin + length; page += kPage)
-      reinterpret_cast<std::atomic<uint64_t>*>(base() + page)->fetch_add(0, std::memory_order_relaxed);
-    detached_[begin] = length;
-    mapping_->leave_private(begin, length);
-    // The old pages go; who still writes there gets new ones. But not the first and the last, where something else may
-    // be that peers read just now.
-    const size_t inside = std::max(begin, round_up(at, kPage));
-    const size_t outside = std::min(begin + length, (at + bytes) / kPage * kPage);
-    if (inside < outside)
-      fallocate(fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(inside),
-                static_cast<off_t>(outside - inside));
-  }
-  return true;
-}
-
-bool Heap::is_detached_locked(size_t offset, size_t bytes) const {
-  auto next = detached_.lower_bound(offset + std::max<size_t>(bytes, 1));
-  if (next == detached_.begin()) return false;
-  --next;
-  return next->first + next->second > offset;
-}
-
-bool Heap::is_detached(const void* p, size_t bytes) {
-  if (detachments() == 0 || !holds(p)) return false;
-  std::lock_guard lock(mutex_);
-  return is_detached_locked(static_cast<size_t>(static_cast<const std::byte*>(p) - base()), bytes);
+  if (auto found = find_live(p); found != live_.end()) found->second.is_tensor = false;
 }
 
 std::byte* Heap::take_line(Failure& failure) {
@@ -356,49 +304,6 @@ Heap::Usage Heap::usage() {
   struct stat st;
   const size_t resident = fd() >= 0 && fstat(fd(), &st) == 0 ? static_cast<size_t>(st.st_blocks) * 512 : 0;
   return {in_use_, top_ - holes_.total, quarantined_, resident, capacity()};
-}
-
-bool Heap::trim_all() {
-  {
-    std::lock_guard lock(heaps_mutex);
-    for (Heap* heap : heaps) heap->trim();
-  }
-  return any_to_trim();
-}
-
-bool Heap::any_to_trim() {
-  std::lock_guard lock(heaps_mutex);
-  return std::any_of(heaps.begin(), heaps.end(), [](Heap* heap) { return heap->may_be_trimmed(); });
-}
-
-bool Heap::may_be_trimmed() {
-  if (scratch_->is_lent()) return true;
-  std::lock_guard lock(mutex_);
-  return pages_.total - holes_.total > kTrimKeep;
-}
-
-void Heap::trim() {
-  scratch_->collect();
-  for (size_t given = 0; given < kTrimBytes && give_back(kTrimStep); given += kTrimStep) {
-  }
-  std::lock_guard lock(mutex_);
-  cold_ = pages_;
-  for (auto [offset, bytes] : holes_.by_place) cold_.remove(offset, bytes);
-}
-
-// Some of what has been free since the last trim. False: there is no more of that.
-bool Heap::give_back(size_t most) {
-  std::lock_guard lock(mutex_);
-  if (cold_.total <= kTrimKeep) return false;
-  auto [begin, length] = *cold_.by_place.rbegin();  // at the end, since others are taken first
-  const size_t bytes = std::min({most, length, cold_.total - kTrimKeep}), offset = begin + length - bytes;
-  cold_.remove(offset, bytes);
-  if (fallocate(fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
-                static_cast<off_t>(bytes)) == 0) {
-    holes_.insert(offset, bytes);
-    mapping_->forget_populated(offset, bytes);
-  }
-  return true;
 }
 
 }  // namespace unisono

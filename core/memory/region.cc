@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/fork.h"
+#include "memory/recorder.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -182,8 +183,39 @@ void Mapping::make_private() {
 
 void Mapping::replace(Pages copy) {
   const size_t bytes = copy.bytes();
-  if (!copy.move_to(base_)) return;  // what make_private has left must do
+  size_t begin = 0;
+  auto put = [&](size_t end) {
+    // Where the system refuses, what make_private has left must do.
+    if (begin < end) copy.move_part(begin, end - begin, base_ + begin);
+  };
+  for (auto [offset, length] : detached_) {
+    put(std::min(offset, bytes));
+    begin = offset + length;
+  }
+  put(bytes);
   clear_slot(base_ + bytes, capacity_ - bytes);
+}
+
+bool Mapping::share_again(size_t offset, size_t bytes) {
+  std::byte* at = base_ + offset;
+  if (mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd_.get(),
+           static_cast<off_t>(offset)) == MAP_FAILED)
+    return false;
+  madvise(at, bytes, MADV_HUGEPAGE);
+  madvise(at, bytes, MADV_DONTDUMP);
+  detached_.erase(detached_.lower_bound(offset), detached_.lower_bound(offset + bytes));
+  forget_populated(offset, bytes);
+  return true;
+}
+
+bool Mapping::used(size_t offset, size_t bytes) const {
+  for (size_t i = offset >> 20; i <= (offset + bytes - 1) >> 20; i++)
+    if (used_[i].load(std::memory_order_relaxed)) return true;
+  return false;
+}
+
+void Mapping::forget_used() {
+  for (auto& mark : used_) mark.store(0, std::memory_order_relaxed);
 }
 
 std::shared_ptr<Mapping> map_peer(const Token& token, Fd fd, size_t capacity, Failure& failure) {
@@ -192,7 +224,7 @@ std::shared_ptr<Mapping> map_peer(const Token& token, Fd fd, size_t capacity, Fa
   struct stat st;
   const int seals = fcntl(fd.get(), F_GET_SEALS);
   if (seals < 0 || (seals & kSeals) != kSeals || fstat(fd.get(), &st) != 0 || !S_ISREG(st.st_mode) ||
-      static_cast<size_t>(st.st_size) != capacity || capacity < sizeof(HeapHeader)) {
+      static_cast<size_t>(st.st_size) != capacity || capacity < RecorderLayout::end) {
     fail(failure, Code::system, "a peer sent a descriptor that is not a sealed heap of the size it named");
     return nullptr;
   }
@@ -218,6 +250,13 @@ std::shared_ptr<Mapping> map_peer(const Token& token, Fd fd, size_t capacity, Fa
   std::lock_guard lock(region_mutex);
   region.peers[token] = mapping;
   return mapping;
+}
+
+std::shared_ptr<Mapping> find_peer(uint64_t token) {
+  std::lock_guard lock(region_mutex);
+  for (const auto& [known, peer] : region.peers)
+    if (known.a == token) return peer.lock();
+  return nullptr;
 }
 
 bool in_region(const void* p) {

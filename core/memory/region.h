@@ -39,7 +39,7 @@ struct HeapHeader {
   uint64_t capacity;
 };
 static_assert(std::has_unique_object_representations_v<HeapHeader> && sizeof(HeapHeader) % sizeof(uint64_t) == 0);
-constexpr uint64_t kLayoutVersion = 1;
+constexpr uint64_t kLayoutVersion = 2;
 
 // The most bytes one heap can hold, a power of two. Fixed at first use.
 size_t heap_capacity();
@@ -67,25 +67,44 @@ class Mapping {
   }
   // The owner has given these pages private memory: a forked child inherits that, as any other.
   void leave_private(size_t offset, size_t bytes) { detached_[offset] = bytes; }
+  // The pages that leave_private was called for are the file's again. False: the system refused.
+  bool share_again(size_t offset, size_t bytes);
+  // Peers are told of a tensor here: for `used`, by megabyte.
+  void note_use(size_t offset, size_t bytes) {
+    for (size_t i = offset >> 20; i <= (offset + bytes - 1) >> 20; i++)
+      if (!used_[i].load(std::memory_order_relaxed)) used_[i].store(1, std::memory_order_relaxed);
+  }
+  bool used(size_t offset, size_t bytes) const;
+  void forget_used();
   // In a forked child: writes stay private. A page the child has not written shows what the owner writes later.
   void make_private();
-  // In a forked child, after make_private: `copy` is what the mapping begins with from now on, with nothing behind it.
+  // In a forked child, after make_private: `copy` is what the mapping begins with from now on, with nothing behind it;
+  // but for what leave_private was called for.
   void replace(Pages copy);
 
  private:
   Mapping(std::byte* base, size_t capacity, size_t slot, Fd fd)
-      : base_(base), capacity_(capacity), slot_(slot), fd_(std::move(fd)), populated_(capacity >> 20) {}
+      : base_(base),
+        capacity_(capacity),
+        slot_(slot),
+        fd_(std::move(fd)),
+        populated_(capacity >> 20),
+        used_(capacity >> 20) {}
   std::byte* base_;
   size_t capacity_;
   size_t slot_;
   Fd fd_;  // none in a forked child
   // By megabyte, set by whoever populates it, relaxed: a hint that publishes nothing.
   std::vector<std::atomic<uint8_t>> populated_;
-  std::map<size_t, size_t> detached_;  // offset -> bytes; changed and read under the heap's lock, or in a fork
+  std::vector<std::atomic<uint8_t>> used_;  // the same by whoever tells peers of a place there
+  std::map<size_t, size_t> detached_;       // offset -> bytes; changed and read under the heap's lock, or in a fork
 };
 
 // The peer heap with this token, mapped at most once per process however many groups know it.
 std::shared_ptr<Mapping> map_peer(const Token& token, Fd fd, size_t capacity, Failure& failure);
+
+// The one among them whose token begins like this; null if this process knows none.
+std::shared_ptr<Mapping> find_peer(uint64_t token);
 
 // True if `p` lies in any heap this process can see.
 bool in_region(const void* p);

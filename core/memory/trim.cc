@@ -1,20 +1,24 @@
 // See trim.h.
 #include "memory/trim.h"
 
-#include <pthread.h>
-#include <signal.h>
+#include <fcntl.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <system_error>
 #include <thread>
 
 #include "base/fork.h"
+#include "base/thread.h"
 #include "memory/heap.h"
+#include "memory/limits.h"
+#include "memory/scratch.h"
 
 namespace unisono {
 namespace {
 
+constexpr size_t kTrimStep = 2 << 20;       // given back at a time, so that nobody waits long for the lock
+constexpr size_t kShort = size_t{1} << 30;  // with less than this left in the machine, all that is cold goes at once
 constexpr int kNobody = -1;
 // The fork generation of the process that has the thread: a forked child has none. Whoever frees memory looks here
 // afterwards; the thread says that it ends, and then looks once more. The heap's lock, which both take in between,
@@ -36,17 +40,77 @@ void trim_until_done() {
 void start_trimming() {
   const int self = fork_generation();
   if (trimmer.load() == self || trimmer.exchange(self) == self) return;
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);  // signals belong to Python's main thread
-  try {
-    std::thread thread(trim_until_done);
-    pthread_setname_np(thread.native_handle(), "unisono-trim");
-    thread.detach();
-  } catch (const std::system_error&) {  // no thread to be had: whoever frees memory next tries again
-    trimmer.store(kNobody);
+  // If there is no thread to be had, whoever frees memory next tries again.
+  if (!start_detached("unisono-trim", trim_until_done)) trimmer.store(kNobody);
+}
+
+bool Heap::trim_all() {
+  {
+    std::lock_guard lock(heaps_mutex_);
+    for (Heap* heap : heaps_) heap->trim();
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return any_to_trim();
+}
+
+bool Heap::any_to_trim() {
+  std::lock_guard lock(heaps_mutex_);
+  return std::any_of(heaps_.begin(), heaps_.end(), [](Heap* heap) { return heap->may_be_trimmed(); });
+}
+
+bool Heap::may_be_trimmed() {
+  if (scratch_->is_lent()) return true;
+  std::lock_guard lock(mutex_);
+  return spare_bytes_ + pages_.total - holes_.total > kTrimKeep;
+}
+
+void Heap::trim() {
+  scratch_->collect();
+  const size_t most = memory_available() < kShort ? SIZE_MAX : kTrimBytes;
+  for (size_t given = 0; given < most && give_back(kTrimStep); given += kTrimStep) {
+  }
+  std::lock_guard lock(mutex_);
+  drop_spares();  // what is needed again soon becomes a spare again
+  cold_ = pages_;
+  for (auto [offset, bytes] : holes_.by_place) cold_.remove(offset, bytes);
+}
+
+size_t Heap::trim_now() {
+  scratch_->collect();
+  std::lock_guard lock(mutex_);
+  return give_all_back();
+}
+
+// Some of what has been free since the last trim. False: there is no more of that.
+bool Heap::give_back(size_t most) {
+  std::lock_guard lock(mutex_);
+  if (cold_.total <= kTrimKeep) return false;
+  auto [begin, length] = *cold_.by_place.rbegin();  // at the end, since others are taken first
+  const size_t bytes = std::min({most, length, cold_.total - kTrimKeep}), offset = begin + length - bytes;
+  cold_.remove(offset, bytes);
+  punch(offset, bytes);
+  return true;
+}
+
+// All free pages, at once; their bytes.
+size_t Heap::give_all_back() {
+  drop_spares();
+  Ranges free = pages_;
+  for (auto [offset, bytes] : holes_.by_place) free.remove(offset, bytes);
+  cold_ = {};
+  size_t given = 0;
+  for (auto [offset, bytes] : free.by_place)
+    if (punch(offset, bytes)) given += bytes;
+  return given;
+}
+
+// Gives free pages back to the system.
+bool Heap::punch(size_t offset, size_t bytes) {
+  if (fallocate(fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+                static_cast<off_t>(bytes)) != 0)
+    return false;
+  holes_.insert(offset, bytes);
+  mapping_->forget_populated(offset, bytes);
+  return true;
 }
 
 }  // namespace unisono

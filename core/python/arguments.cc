@@ -61,10 +61,10 @@ int Arguments::another_rank(nb::handle object, const char* argument) const {
 }
 
 void Arguments::read_parts(Parts& parts, nb::handle object, const char* argument, nb::handle counts,
-                           const char* counts_argument) const {
+                           const char* counts_argument, const View* known) const {
   parts.resize(static_cast<size_t>(size_));
   if (PyList_Check(object.ptr()) || PyTuple_Check(object.ptr())) return read_list(parts, object, argument);
-  View whole = view_tensor(object, argument);
+  const View whole = known ? *known : view_tensor(object, argument);
   parts.dtype = whole.dtype;
   if (counts.is_none())
     cut_equally(parts, whole, argument, counts_argument);

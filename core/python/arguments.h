@@ -44,8 +44,9 @@ class Arguments {
 
   int rank_in_group(nanobind::handle object, const char* argument) const;
   int another_rank(nanobind::handle object, const char* argument) const;
+  // `known`: the view of the argument, if there is one already.
   void read_parts(Parts& parts, nanobind::handle object, const char* argument, nanobind::handle counts,
-                  const char* counts_argument) const;
+                  const char* counts_argument, const View* known = nullptr) const;
   // The single-part tensor `one` belongs to this rank's part of `many`: same dtype and size, and either exactly that
   // memory or apart from all of it.
   void check_single_part(const View& one, const char* one_argument, const Parts& many, const char* many_argument) const;

@@ -7,10 +7,16 @@
 
 #include "kernels/gemm.h"
 #include "kernels/reduce.h"
+#include "memory/dump.h"
+#include "memory/limits.h"
 #include "python/communicator.h"
 #include "python/listener.h"
+#include "python/memory.h"
 #include "python/products.h"
+#include "python/sites.h"
 #include "python/splits.h"
+#include "python/survivors.h"
+#include "python/usual.h"
 
 using namespace nb::literals;
 
@@ -27,13 +33,13 @@ nb::object empty(const std::vector<int64_t>& shape, int code, int bits) {
 
 nb::object empty_like(nb::handle other) {
   Failure failure;
-  nb::object tensor = make_like(other, -1, failure);
+  nb::object tensor = make_like(other, {}, failure);
   if (!tensor.is_valid()) raise(failure, "", -1);
   return tensor;
 }
 
-// Combines tensors of this process, one per rank and in rank order, by the number rule of reduce.h; `op` is a number
-// that read_op gave.
+// Combines tensors of this process, one per rank in the order of ranks, by the number rule of reduce.h; `op` is a
+// number that read_op gave.
 void combine(nb::handle output, nb::list inputs, int op, const std::vector<double>& factors) {
   const View out = view_tensor(output, "output");
   if (op < 0 || op >= static_cast<int>(RedOp::none)) throw nb::value_error("op must be a number that read_op gave");
@@ -51,20 +57,6 @@ void combine(nb::handle output, nb::list inputs, int op, const std::vector<doubl
   void* to = out.data;
   nb::gil_scoped_release release;
   reduce({call.dtype, call.op, out.count, sources.data(), sources.size(), &to, 1, factors.data(), false});
-}
-
-nb::dict heap_usage() {
-  Failure failure;
-  auto heap = process_heap(failure);
-  if (!heap) raise(failure, "", -1);
-  Heap::Usage u = heap->usage();
-  nb::dict d;
-  d["in_use"] = u.in_use;
-  d["reserved"] = u.reserved;
-  d["quarantined"] = u.quarantined;
-  d["resident"] = u.resident;
-  d["capacity"] = u.capacity;
-  return d;
 }
 
 template <class Enum>
@@ -103,17 +95,22 @@ void add_functions(nb::module_& m) {
   m.def(
       "setup",
       [](nb::handle tensor, nb::handle reduce_op, nb::object handle, nb::object make_error,
-         nb::object make_argument_error, nb::object call_site, uint64_t heap_max, int64_t spin_us,
+         nb::object make_argument_error, nb::object warn, std::vector<std::string> library_folders,
+         const std::string& trace_folder, int trace_signal, uint64_t heap_max, int64_t spin_us,
          uint64_t fork_copy_max) {
         learn_tensor_type(tensor);
         learn_reduce_ops(reduce_op);
-        hooks = {std::move(make_error), std::move(make_argument_error), std::move(handle), std::move(call_site)};
+        learn_torch();
+        hooks = {std::move(make_error), std::move(make_argument_error), std::move(handle), std::move(warn)};
+        set_library_folders(std::move(library_folders));
+        set_trace_folder(trace_folder);
+        if (trace_signal && !dump_on_signal(trace_signal)) throw nb::value_error("UNISONO_TRACE_SIGNAL: not possible");
         if (heap_max) set_heap_capacity(heap_max);
         if (spin_us >= 0) spin_ns = spin_us * 1000;
         set_fork_copy_max(fork_copy_max);
       },
-      nb::kw_only(), "tensor"_a, "reduce_op"_a, "handle"_a, "make_error"_a, "make_argument_error"_a, "call_site"_a,
-      "heap_max"_a, "spin_us"_a, "fork_copy_max"_a);
+      nb::kw_only(), "tensor"_a, "reduce_op"_a, "handle"_a, "make_error"_a, "make_argument_error"_a, "warn"_a,
+      "library_folders"_a, "trace_folder"_a, "trace_signal"_a, "heap_max"_a, "spin_us"_a, "fork_copy_max"_a);
   m.def(
       "read_op",
       [](nb::handle op, nb::handle factor) {
@@ -122,21 +119,38 @@ void add_functions(nb::module_& m) {
       },
       "op"_any, "factor"_any = nb::none());
   m.def("cut_rows", &cut_rows, "splits"_any, "rows"_a, "row"_a, "size"_a);
+  m.def("cut_tensor", &cut_tensor, "splits"_any, "tensor"_any, "rank"_a, "size"_a, "gathers"_a);
+  m.def("cut_exchange", &cut_exchange, "shape"_any, "tensor"_any, "output_splits"_any, "input_splits"_any, "size"_a);
+  m.def("cut_by_matrix", &cut_by_matrix, "output"_any, "input"_any, "matrix"_any, "rank"_a, "size"_a);
+  m.def("are_exchanged", &are_exchanged, "shapes"_any, "tensors"_any, "size"_a);
   m.def("is_part", &is_part, "whole"_any, "part"_any, "counts"_any, "rank"_a, "size"_a);
   m.def("cut_matrix", &cut_matrix, "matrix"_any, "row"_a, "rank"_a, "size"_a);
   m.def("is_exchange", &is_exchange, "output"_any, "input"_any, "received"_any, "sent"_any, "rank"_a, "size"_a);
   m.def("empty", &unisono::empty);
   m.def("empty_like", &unisono::empty_like);
-  m.def("in_region", [](uintptr_t p) { return in_region(reinterpret_cast<const void*>(p)); });
+  m.def("is_plain", &is_plain);
+  m.def("usual_transport", &usual_transport, "group"_any, "tensor"_any);
+  m.def("usual_transport_of_all", &usual_transport_of_all, "group"_any, "tensors"_any);
+  m.def("usual_partner", &usual_partner, "group"_any, "tensor"_any, "rank"_any);
+  m.def("is_reachable", [](uintptr_t p) { return is_reachable(reinterpret_cast<const void*>(p), 1); });
   m.def("combine", &combine);
-  m.def("heap_usage", &heap_usage);
+  m.def("memory_available", &memory_available);
+  m.def("processors_allowed", &processors_allowed);
+  m.def(
+      "read_record",
+      [](int fd, const std::string& why, size_t most) { return record_of_file(fd, why, most ? most : SIZE_MAX); },
+      "fd"_a, "why"_a, "most"_a);
+  m.def("call_site", [] {
+    const char* site = find_call_site();
+    return nb::str(site ? site : "");
+  });
   m.def("isa", [] { return isa_name(current_isa()); });
   m.def("set_isa", [](const std::string& name) {
     for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512})
       if (name == isa_name(isa)) return set_isa(isa);
     return false;
   });
-  m.def("multiply", &multiply_pairs, "a"_a, "b"_a, "columns"_a, "c"_a, "bias"_a.none());
+  m.def("multiply", &multiply_pairs, "a"_a, "b"_a, "columns"_a, "c"_a, "bias"_a.none(), "slices"_a.none() = nb::none());
   m.def("pack_panels", &pack_matrix);
   m.def("panel_columns", &panel_columns);
   m.attr("OPS") = numbers_of<RedOp>(&redop_name);
@@ -186,16 +200,35 @@ void add_classes(nb::module_& m) {
       .def_prop_ro("calls", &Communicator::calls)
       .def_prop_ro("id", &Communicator::id)
       .def_prop_ro("cache_bytes", &Communicator::cache_bytes)
+      .def_prop_ro("by_tree", [](const Communicator&) { return true; })
       .def_prop_ro("pids", &Communicator::pids)
-      .def("rename", &Communicator::rename);
+      .def("rename", &Communicator::rename)
+      .def(nb::init<int, int>(), "rank"_a, "size"_a)
+      .def("await_words", &Communicator::await_words)
+      .def("trouble", &Communicator::trouble)
+      .def("has_message", &Communicator::has_message);
   add_verbs(communicator);
   communicator.def("close", &Communicator::close)
       .def("abort", &Communicator::abort)
       .def("make_block", &Communicator::make_block)
       .def("drop_block", &Communicator::drop_block, "offset"_a, "rank"_a, "reason"_any)
       .def("split", &Communicator::split)
+      .def("agree", &Communicator::agree)
+      .def("adopt", &Communicator::adopt)
+      .def("estate", &Communicator::estate)
       .def("offset_of", &Communicator::offset_of)
       .def("peer_bytes", &Communicator::peer_bytes);
+
+  nb::class_<KeptBinding>(m, "Kept")
+      .def(nb::init<const std::string&, nb::handle>(), "name"_a, "tensor"_any)
+      .def("begin", &KeptBinding::begin)
+      .def("end", &KeptBinding::end)
+      .def("drop", &KeptBinding::drop);
+
+  nb::class_<Estate>(m, "Estate")
+      .def("is_final", &Estate::is_final)
+      .def_prop_ro("pid", &Estate::pid)
+      .def("read", &Estate::read);
 
   nb::class_<ListenerBinding>(m, "Listener")
       .def(nb::init<>())
@@ -209,6 +242,9 @@ void add_classes(nb::module_& m) {
 
 NB_MODULE(_core, m) {
   unisono::python_interrupted = unisono::check_python_signals;
+  unisono::program_threads = unisono::count_python_threads;
+  unisono::warn = unisono::warn_program;
   unisono::add_functions(m);
+  unisono::add_memory(m);
   unisono::add_classes(m);
 }

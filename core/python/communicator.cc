@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "kernels/epilogue.h"
+#include "python/sites.h"
 #include "python/tensors.h"
 
 namespace unisono {
@@ -19,24 +20,35 @@ struct Communicator::Collected {
   nb::handle tensors[2]{};  // what a mismatch shows of this rank; borrowed
 };
 
-// A new output, and the input as the verbs take it; both empty unless a verb was asked to make its output.
+// A new output, and the input as the verbs take it; all empty unless a verb was asked to make its output.
 struct Communicator::Made {
   nb::object output, input;
-  // What the verb returns: the new output, or the handle that has it.
+  nb::handle without;  // on a rank that gets no result: the input
+  Views views;
+  bool are_viewed = false;
+  View view_in(nb::handle tensor, const char* argument) const {
+    return are_viewed ? views.in : view_tensor(tensor, argument);
+  }
+  View view_out(nb::handle tensor, const char* argument) const {
+    return are_viewed ? views.out : view_tensor(tensor, argument);
+  }
+  const View* in() const { return are_viewed ? &views.in : nullptr; }
+  const View* out() const { return are_viewed ? &views.out : nullptr; }
+  // Where the result of a verb goes that may be in place.
+  std::byte* target(nb::handle out, const View& in) const {
+    return are_viewed ? views.out.data : out.is_none() ? in.data : matching_output(out, in);
+  }
+  // What the verb returns: the new output, a 0 where there is none, or the handle that has it.
   nb::object result(nb::object ran, bool async_op) {
-    return output.is_valid() && !async_op ? std::move(output) : std::move(ran);
+    if (async_op) return ran;
+    return without.is_valid() ? zero_of(without) : output.is_valid() ? std::move(output) : std::move(ran);
   }
 };
 
 namespace {
 
-std::string call_site() {
-  try {
-    return nb::cast<std::string>(hooks.call_site());
-  } catch (...) {
-    PyErr_Clear();
-    return "";
-  }
+std::string site_words(const Call& call) {
+  return call.site ? call.site : "";
 }
 
 // "all_gather  root 1  out parts of [2, 3]  ": what the numbers of a call say.
@@ -56,6 +68,10 @@ std::string call_words(const Call& call, int size) {
 
 bool is_list(nb::handle object) {
   return PyList_Check(object.ptr()) || PyTuple_Check(object.ptr());
+}
+
+bool is_list_of_shapes(nb::handle object) {
+  return is_list(object) && PySequence_Size(object.ptr()) > 0 && is_list(item_of(object, 0));
 }
 
 std::string argument_words(nb::handle object) {
@@ -90,6 +106,8 @@ Communicator::Communicator(std::shared_ptr<Engine> engine)
       rank_(engine_->group().rank()),
       arguments_(rank_, size_) {}
 
+Communicator::Communicator(int rank, int size) : size_(size), rank_(rank), arguments_(rank, size) {}
+
 // The last holder of an engine joins its thread, which may need the GIL for a callback.
 Communicator::~Communicator() {
   nb::gil_scoped_release release;
@@ -108,11 +126,11 @@ nb::object Communicator::all_reduce(nb::handle tensor, nb::handle out, nb::handl
   Collected c(Verb::all_reduce);
   const OpAndFactor reduction = read_op(op, factor);
   Made made = make_output(out, tensor);
-  const View in = view_tensor(tensor, "tensor");
+  const View in = made.view_in(tensor, "tensor");
   set_reduction(c.call, tensor, in.dtype, reduction);
   c.call.count = in.count;
   c.call.in = in.data;
-  c.call.out = out.is_none() ? in.data : matching_output(out, in);
+  c.call.out = made.target(out, in);
   c.tensors[0] = tensor;
   return made.result(run(c, timeout_s, async_op, out.is_none() ? tensor : out), async_op);
 }
@@ -122,12 +140,12 @@ nb::object Communicator::reduce(nb::handle tensor, nb::handle root, nb::handle o
   Collected c(Verb::reduce);
   const OpAndFactor reduction = read_op(op, factor);
   c.call.root = arguments_.rank_in_group(root, "root");
-  Made made = make_output(out, tensor, rank_ == c.call.root);
-  const View in = view_tensor(tensor, "tensor");
+  Made made = make_output(out, tensor, {}, rank_ == c.call.root);
+  const View in = made.view_in(tensor, "tensor");
   set_reduction(c.call, tensor, in.dtype, reduction);
   c.call.count = in.count;
   c.call.in = in.data;
-  if (rank_ == c.call.root) c.call.out = out.is_none() ? in.data : matching_output(out, in);
+  if (rank_ == c.call.root) c.call.out = made.target(out, in);
   c.tensors[0] = tensor;
   return made.result(run(c, timeout_s, async_op, out.is_none() ? tensor : out), async_op);
 }
@@ -137,14 +155,14 @@ nb::object Communicator::broadcast(nb::handle tensor, nb::handle root, nb::handl
   Collected c(Verb::broadcast);
   c.call.root = arguments_.rank_in_group(root, "root");
   Made made = make_output(out, tensor);
-  const View in = view_tensor(tensor, "tensor");
-  std::byte* target = out.is_none() ? in.data : matching_output(out, in);
+  const View in = made.view_in(tensor, "tensor");
+  std::byte* target = made.target(out, in);
   c.call.dtype = in.dtype;
   c.call.count = in.count;
   c.call.in = c.call.out = target;
   c.tensors[0] = tensor;
   // The root's own copy: while the others read the tensor, if they can; else first, and they read the copy.
-  const bool copies = rank_ == c.call.root && target != in.data && in.count;
+  const bool copies = engine_ && rank_ == c.call.root && target != in.data && in.count;
   const bool copies_after = copies && !async_op && is_reachable(in.data, in.bytes());
   if (copies_after) c.call.in = c.call.out = in.data;
   if (copies && !copies_after) copy_bytes(target, in);
@@ -156,9 +174,9 @@ nb::object Communicator::broadcast(nb::handle tensor, nb::handle root, nb::handl
 nb::object Communicator::all_gather(nb::handle output, nb::handle input, nb::handle counts, nb::handle timeout_s,
                                     bool async_op) {
   Collected c(Verb::all_gather);
-  Made made = make_output(output, input);
-  const View in = view_tensor(input, "input");
-  arguments_.read_parts(c.out, output, "output", counts, "counts");
+  Made made = make_output(output, input, {.times = size_});
+  const View in = made.view_in(input, "input");
+  arguments_.read_parts(c.out, output, "output", counts, "counts", made.out());
   arguments_.check_single_part(in, "input", c.out, "output");
   c.call.dtype = in.dtype;
   c.call.count = in.count;
@@ -172,9 +190,9 @@ nb::object Communicator::reduce_scatter(nb::handle output, nb::handle input, nb:
                                         nb::handle factor, nb::handle timeout_s, bool async_op) {
   Collected c(Verb::reduce_scatter);
   const OpAndFactor reduction = read_op(op, factor);
-  Made made = make_output(output, input);
-  const View out = view_tensor(output, "output");
-  arguments_.read_parts(c.in, input, "input", counts, "counts");
+  Made made = make_output(output, input, {.times = 1, .parts = size_});
+  const View out = made.view_out(output, "output");
+  arguments_.read_parts(c.in, input, "input", counts, "counts", made.in());
   arguments_.check_single_part(out, "output", c.in, "input");
   set_reduction(c.call, output, out.dtype, reduction);
   c.call.count = out.count;
@@ -188,13 +206,13 @@ nb::object Communicator::gather(nb::handle output, nb::handle input, nb::handle 
                                 nb::handle timeout_s, bool async_op) {
   Collected c(Verb::gather);
   c.call.root = arguments_.rank_in_group(root, "root");
-  Made made = make_output(output, input, rank_ == c.call.root);
-  const View in = view_tensor(input, "input");
+  Made made = make_output(output, input, {.times = size_}, rank_ == c.call.root);
+  const View in = made.view_in(input, "input");
   c.call.dtype = in.dtype;
   c.call.count = in.count;
   c.call.in = in.data;
   if (rank_ == c.call.root) {
-    arguments_.read_parts(c.out, output, "output", counts, "counts");
+    arguments_.read_parts(c.out, output, "output", counts, "counts", made.out());
     arguments_.check_single_part(in, "input", c.out, "output");
   }
   c.tensors[0] = output;
@@ -205,14 +223,14 @@ nb::object Communicator::gather(nb::handle output, nb::handle input, nb::handle 
 nb::object Communicator::scatter(nb::handle output, nb::handle input, nb::handle root, nb::handle counts,
                                  nb::handle timeout_s, bool async_op) {
   Collected c(Verb::scatter);
-  Made made = make_output(output, input);
-  const View out = view_tensor(output, "output");
+  Made made = make_output(output, input, {.times = 1, .parts = size_});
+  const View out = made.view_out(output, "output");
   c.call.dtype = out.dtype;
   c.call.root = arguments_.rank_in_group(root, "root");
   c.call.count = out.count;
   c.call.out = out.data;
   if (rank_ == c.call.root) {
-    arguments_.read_parts(c.in, input, "input", counts, "counts");
+    arguments_.read_parts(c.in, input, "input", counts, "counts", made.in());
     arguments_.check_single_part(out, "output", c.in, "input");
   }
   c.tensors[0] = output;
@@ -223,9 +241,9 @@ nb::object Communicator::scatter(nb::handle output, nb::handle input, nb::handle
 nb::object Communicator::all_to_all(nb::handle output, nb::handle input, nb::handle output_counts,
                                     nb::handle input_counts, nb::handle timeout_s, bool async_op) {
   Collected c(Verb::all_to_all);
-  Made made = make_output(output, input);
-  arguments_.read_parts(c.out, output, "output", output_counts, "output_counts");
-  arguments_.read_parts(c.in, input, "input", input_counts, "input_counts");
+  Made made = is_list_of_shapes(output) ? make_outputs(output, input) : make_output(output, input);
+  arguments_.read_parts(c.out, output, "output", output_counts, "output_counts", made.out());
+  arguments_.read_parts(c.in, input, "input", input_counts, "input_counts", made.in());
   arguments_.check_exchange(c.out, c.in);
   c.call.dtype = c.in.dtype;
   c.tensors[0] = output;
@@ -267,6 +285,7 @@ void Communicator::matmul_reduce(nb::handle products, nb::handle output, nb::han
   if (!residual.is_none() && (extra.count != out.count || extra.dtype != out.dtype))
     refuse({.rule = Rule::like, .argument = "residual", .other = "output"});
   if (!epilogue_exists(in.dtype, out.dtype, reduction)) refuse_reduction(reduction, output);
+  if (!engine_) return;
   if (size_ > 1) {
     expect_shared(in, "products");
     expect_shared(out, "output");
@@ -290,44 +309,76 @@ void Communicator::matmul_reduce(nb::handle products, nb::handle output, nb::han
   call.out = out.data;
   call.epilogue = &epilogue;
   call.timeout_ns = call_timeout_ns(timeout_s);
-  call.describe = [words] {
+  call.site = find_call_site();
+  call.describe = [words, &call] {
     nb::gil_scoped_acquire gil;
-    return nb::cast<std::string>(words()) + "   " + call_site();
+    return nb::cast<std::string>(words()) + "   " + site_words(call);
   };
   run_now(call);
 }
 
 // -- steps of a verb
 
-// An output that is a number stands for a new tensor of so many rows, -1 for as many as the input has. The input may
+// An output that is a number stands for a new tensor of so many rows, -1 for as many as the verb gives. The input may
 // then have gaps or be a lazy view, and is copied if so. Puts what was made in the place of both arguments.
-Communicator::Made Communicator::make_output(nb::handle& output, nb::handle& input, bool wanted) {
+Communicator::Made Communicator::make_output(nb::handle& output, nb::handle& input, NewRows rows, bool wanted) {
   Made made;
   if (!PyLong_CheckExact(output.ptr())) return made;
-  const int64_t rows = PyLong_AsLongLong(output.ptr());  // too large a number is -1, and an error
+  rows.number = PyLong_AsLongLong(output.ptr());  // too large a number is -1, and an error
   if (PyErr_Occurred()) nb::raise_python_error();
   output = nb::none();
   Failure failure;
-  if (wanted) made.output = make_like(input, rows, failure);
+  if (wanted) made.output = make_like(input, rows, failure, &made.views);
   if (wanted ? made.output.is_valid() && made.output.is_none() : !is_plain(input)) {
     made.input = plain_copy(input);
     input = made.input;
-    if (wanted) made.output = make_like(input, rows, failure);
+    if (wanted) made.output = make_like(input, rows, failure, &made.views);
   }
-  if (!wanted) return made;
+  if (!wanted) return made.without = input, made;
   if (!made.output.is_valid()) raise(failure);
+  made.are_viewed = !made.output.is_none();
   output = made.output;
+  return made;
+}
+
+// The same of lists: a shape for each new tensor, and inputs that may have gaps.
+Communicator::Made Communicator::make_outputs(nb::handle& outputs, nb::handle& inputs) {
+  Made made;
+  made.input = nb::steal(PySequence_List(inputs.ptr()));
+  made.output = nb::steal(PyTuple_New(PySequence_Size(outputs.ptr())));
+  if (!made.input.is_valid() || !made.output.is_valid()) nb::raise_python_error();
+  const auto length = static_cast<Py_ssize_t>(nb::len(made.input));
+  for (Py_ssize_t i = 0; i < length; i++)
+    if (nb::object input = item_of(made.input, i); !is_plain(input))
+      PyList_SetItem(made.input.ptr(), i, plain_copy(input).release().ptr());
+  if (length != size_)
+    refuse({.rule = Rule::list_length, .argument = "input", .expected = nb::int_(size_), .got = nb::int_(length)});
+  Failure failure;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(made.output.ptr()); i++) {
+    nb::object shape = item_of(outputs, i);
+    int64_t sizes[kMostDims];
+    const auto dims = static_cast<size_t>(PySequence_Size(shape.ptr()));  // -1, so too large, if it is no sequence
+    if (dims > kMostDims) refuse({.rule = Rule::shape, .argument = "output", .got = shape});
+    for (size_t d = 0; d < dims; d++) sizes[d] = not_negative(item_of(shape, static_cast<Py_ssize_t>(d)), "output");
+    nb::object tensor = make_shaped(item_of(made.input, 0), sizes, dims, failure);
+    if (!tensor.is_valid()) raise(failure);
+    PyTuple_SetItem(made.output.ptr(), i, tensor.release().ptr());
+  }
+  outputs = made.output;
+  inputs = made.input;
   return made;
 }
 
 nb::object Communicator::run(Collected& c, nb::handle timeout_s, bool async_op, nb::handle outputs) {
   c.call.timeout_ns = call_timeout_ns(timeout_s);
+  if (!engine_) return nb::none();
   c.call.in_parts = c.in.data();
   c.call.out_parts = c.out.data();
+  c.call.site = find_call_site();
   auto describe = [&c, size = size_] {
     std::string words = argument_words(c.tensors[0]), more = argument_words(c.tensors[1]);
     if (!words.empty() && !more.empty()) words += ", ";
-    return call_words(c.call, size) + words + more + "   " + call_site();
+    return call_words(c.call, size) + words + more + "   " + site_words(c.call);
   };
   if (!async_op) {
     c.call.describe = [describe] {
@@ -342,6 +393,7 @@ nb::object Communicator::run(Collected& c, nb::handle timeout_s, bool async_op, 
   if (c.in.data()) ticket->in_parts.assign(c.in.begin(), c.in.end());
   if (c.out.data()) ticket->out_parts.assign(c.out.begin(), c.out.end());
   c.call.describe = [words = describe()] { return words; };
+  c.call.asynchronous = true;
   ticket->call = std::move(c.call);
   if (c.in.data()) ticket->call.in_parts = ticket->in_parts.data();
   if (c.out.data()) ticket->call.out_parts = ticket->out_parts.data();
@@ -381,7 +433,10 @@ nb::object Communicator::exchange_message(Verb verb, nb::handle tensor, int peer
   message->data = view.data;
   message->bytes = view.bytes();
   message->dtype = view.dtype;
+  message->asynchronous = async_op;
+  call.site = message->site = find_call_site();
   call.timeout_ns = call_timeout_ns(timeout_s);
+  if (!engine_) return nb::none();
   if (async_op) {
     auto ticket = std::make_shared<Ticket>();
     ticket->call = std::move(call);

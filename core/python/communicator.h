@@ -7,6 +7,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 
 #include <memory>
 #include <optional>
@@ -19,9 +20,14 @@
 
 namespace unisono {
 
+class Estate;
+
 class Communicator {
  public:
   explicit Communicator(std::shared_ptr<Engine> engine);
+  // Without a group: verbs read and check their arguments, make new outputs, and move nothing. For groups whose ranks
+  // are on several hosts, so that these refuse what a group in shared memory refuses.
+  Communicator(int rank, int size);
   ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -37,7 +43,8 @@ class Communicator {
   std::vector<int> pids();
 
   // Verbs. `timeout_s` None or 0 stands for the group's. With `async_op` they return a Handle, else None; recv the rank
-  // a message came from. An output may be a number, the rows of a new tensor like the input; it is returned then.
+  // a message came from. An output may be a number, the rows of a new tensor like the input, and for all_to_all a list
+  // of shapes; what was made is returned then.
   nb::object barrier(nb::handle timeout_s, bool async_op);
   nb::object all_reduce(nb::handle tensor, nb::handle out, nb::handle op, nb::handle factor, nb::handle timeout_s,
                         bool async_op);
@@ -67,6 +74,15 @@ class Communicator {
   void close(const std::string& reason, double linger_s);
   void abort(const std::string& reason);
 
+  // For groups over several hosts (hosts.cc). Waits until each word (address, value) is there: 0; 1: not within
+  // `timeout_s`; 2: the word at `watch` is no longer `seen`, or the group is given up, or a peer died.
+  int await_words(const std::vector<std::pair<uintptr_t, uint64_t>>& words, uintptr_t watch, uint64_t seen,
+                  double timeout_s);
+  // None, or what is wrong with the group: (code, ranks, text). A rank that has left has the code of a closed group.
+  nb::object trouble();
+  // Whether a message with this tag has come that no receive has taken; it may be from any rank.
+  bool has_message(int64_t tag);
+
   // For split: a block in this heap for a group of `size` ranks, by its offset.
   uint64_t make_block(int size);
   // Takes such a block back. If peers may have heard of it, `reason` tells them that this rank will not come, and the
@@ -74,6 +90,12 @@ class Communicator {
   void drop_block(uint64_t offset, int rank, nb::handle reason);
   std::unique_ptr<Communicator> split(const std::vector<int>& members, const std::vector<size_t>& blocks, int rank,
                                       const std::string& child, uint64_t id, double timeout_s);
+
+  // For shrink (survivors.cc): the members that all survivors agree on, with a number from each; the group of them; and
+  // what a rank has left.
+  nb::tuple agree(const std::vector<int>& excluded, double limit_s);
+  std::unique_ptr<Communicator> adopt(const std::string& child, uint64_t id, double timeout_s);
+  std::unique_ptr<Estate> estate(int rank);
 
   // Where a heap tensor of this rank lies, and a tensor of bytes over another rank's heap.
   uint64_t offset_of(nb::handle tensor);
@@ -85,7 +107,8 @@ class Communicator {
 
   Group& group() { return engine_->group(); }
   [[noreturn]] void raise(const Failure& failure) { unisono::raise(failure, name(), rank_); }
-  Made make_output(nb::handle& output, nb::handle& input, bool wanted = true);
+  Made make_output(nb::handle& output, nb::handle& input, NewRows rows = {}, bool wanted = true);
+  Made make_outputs(nb::handle& outputs, nb::handle& inputs);
   nb::object run(Collected& collected, nb::handle timeout_s, bool async_op, nb::handle outputs);
   void run_now(Call& call);
   nb::object start(std::shared_ptr<Ticket> ticket, nb::list keep, nb::handle outputs);

@@ -1,31 +1,24 @@
 // See errors.h.
 #include "python/errors.h"
 
+#include <atomic>
 #include <iterator>
+#include <mutex>
 
 namespace unisono {
 namespace {
 
 constexpr const char* rule_names[] = {
-    "whole_number",   "not_negative",
-    "rank_range",     "another_rank",
-    "list_length",    "list_dtype",
-    "divides",        "counts_sequence",
-    "counts_length",  "counts_negative",
-    "counts_sum",     "dtype_of",
-    "size_of",        "part_size",
-    "own_part_size",  "overlap",
-    "overlap_partly", "overlap_part",
-    "op_name",        "op_dtype",
-    "factor_missing", "factor_foreign",
-    "timeout_number", "timeout_positive",
-    "not_tensor",     "dense",
-    "device",         "dtype_known",
-    "contiguous",     "lazy",
-    "no_memory",      "matrix",
-    "like",           "inputs_and_factors",
-    "float32_size",   "matrix_size",
-    "own_elements",   "shared",
+    "whole_number",   "not_negative",     "rank_range",     "another_rank",
+    "list_length",    "list_dtype",       "divides",        "rows_divide",
+    "shape",          "counts_sequence",  "counts_length",  "counts_negative",
+    "counts_sum",     "dtype_of",         "size_of",        "part_size",
+    "own_part_size",  "overlap",          "overlap_partly", "overlap_part",
+    "op_name",        "op_dtype",         "factor_missing", "factor_foreign",
+    "timeout_number", "timeout_positive", "not_tensor",     "dense",
+    "device",         "dtype_known",      "contiguous",     "lazy",
+    "no_memory",      "matrix",           "like",           "inputs_and_factors",
+    "float32_size",   "matrix_size",      "own_elements",   "shared",
     "outside_heap",   "group_size",
 };
 static_assert(std::size(rule_names) == static_cast<size_t>(Rule::count_), "one name per rule, in the same order");
@@ -70,11 +63,72 @@ void raise(const Failure& f, const std::string& group, int rank) {
   throw_exception(error_of(f, group, rank));
 }
 
+namespace {
+
+std::mutex& warnings_mutex = *new std::mutex;  // a leaf: nothing is called under it
+std::vector<std::string>& warnings = *new std::vector<std::string>;
+// Whether there are any. Stored under the mutex, read without it, relaxed: a hint.
+std::atomic<bool> has_warnings{false};
+
+// With the GIL held.
+void log_warnings() {
+  std::vector<std::string> texts;
+  {
+    std::lock_guard lock(warnings_mutex);
+    texts.swap(warnings);
+    has_warnings.store(false, std::memory_order_relaxed);
+  }
+  if (!hooks.warn.is_valid()) return;
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);  // a handler may have raised
+  for (const std::string& text : texts) try {
+      hooks.warn(text_of(text));
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("a warning of unisono");
+    }
+  PyErr_Restore(type, value, trace);
+}
+
+}  // namespace
+
 bool check_python_signals() {
   PyGILState_STATE state = PyGILState_Ensure();
+  if (has_warnings.load(std::memory_order_relaxed)) log_warnings();
   bool raised = PyErr_CheckSignals() != 0;
   PyGILState_Release(state);
   return raised;
+}
+
+int count_python_threads() {
+  PyGILState_STATE state = PyGILState_Ensure();
+  int threads = 255;  // "not known"
+  try {
+    threads = static_cast<int>(nb::len(nb::module_::import_("sys").attr("_current_frames")()));
+  } catch (...) {
+    PyErr_Clear();
+  }
+  PyGILState_Release(state);
+  return threads;
+}
+
+void warn_program(std::string text, bool now) {
+  {
+    std::lock_guard lock(warnings_mutex);
+    warnings.push_back(std::move(text));
+    has_warnings.store(true, std::memory_order_relaxed);
+  }
+  if (!now) {
+    Py_AddPendingCall(
+        [](void*) {
+          log_warnings();
+          return 0;
+        },
+        nullptr);
+    return;
+  }
+  PyGILState_STATE state = PyGILState_Ensure();
+  log_warnings();
+  PyGILState_Release(state);
 }
 
 }  // namespace unisono

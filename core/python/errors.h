@@ -21,7 +21,7 @@ struct Hooks {
   nb::object make_error;           // (code, verb, seq, group, rank, peers, text, lines, first_cause) -> exception
   nb::object make_argument_error;  // (rule, argument, expected, got, other, index) -> exception
   nb::object make_handle;          // (pending, verb, outputs) -> what an asynchronous call returns
-  nb::object call_site;            // () -> "train.py:88"
+  nb::object warn;                 // (text): into the program's log
 };
 extern Hooks& hooks;
 
@@ -44,6 +44,8 @@ enum class Rule {
   list_length,
   list_dtype,
   divides,
+  rows_divide,
+  shape,
   counts_sequence,
   counts_length,
   counts_negative,
@@ -97,5 +99,10 @@ nb::object error_of(const Failure& failure, const std::string& group, int rank);
 // Called by the core while it waits, without the GIL: true if a signal handler raised. The exception stays set in this
 // thread, and `raise` passes it on.
 bool check_python_signals();
+// The same for its threads: how many are running Python code, or wait in it.
+int count_python_threads();
+// Puts a warning into the program's log: at once if `now`, else when the main thread next runs, or a thread that waits
+// looks at its signals. Without the GIL; threads of ours must not wait for it, since calls wait for them.
+void warn_program(std::string text, bool now);
 
 }  // namespace unisono

@@ -10,14 +10,14 @@ namespace unisono {
 
 nb::object Communicator::new_like(nb::handle tensor) {
   Failure failure;
-  nb::object made = make_like(tensor, -1, failure);
+  nb::object made = make_like(tensor, {}, failure);
   if (!made.is_valid()) raise(failure);
   return made;
 }
 
 nb::object Communicator::new_rows(nb::handle tensor, nb::handle rows) {
   Failure failure;
-  nb::object made = make_like(tensor, not_negative(rows, "rows"), failure);
+  nb::object made = make_like(tensor, {.number = not_negative(rows, "rows")}, failure);
   if (!made.is_valid()) raise(failure);
   return made;
 }
@@ -31,6 +31,7 @@ void Communicator::expect_shared(const View& view, const char* argument) {
 
 uint64_t Communicator::offset_of(nb::handle tensor) {
   const View view = view_tensor(tensor, "tensor");
+  group().heap().pin(view.data);  // first: from now on a fork leaves it where it is
   expect_shared(view, "tensor");
   return static_cast<uint64_t>(view.data - group().heap().base());
 }

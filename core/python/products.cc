@@ -39,15 +39,19 @@ void set_right_side(Product& p, nb::handle b) {
 }  // namespace
 
 void multiply_pairs(nb::sequence a, nb::sequence b, const std::vector<size_t>& columns, nb::handle c,
-                    std::optional<nb::sequence> bias) {
+                    std::optional<nb::sequence> bias, std::optional<std::vector<size_t>> slices) {
   const View out = view_tensor(c, "c");
   float* to = reinterpret_cast<float*>(out.data);
   size_t used = 0;
   std::vector<Product> products;
   for (size_t i = 0; i < columns.size(); i++) {
     const MatrixView x = view_matrix(nb::object(a[i]), "a");
-    Product p{x.rows, x.columns, columns[i], x.matrix, {}, false, to + used, columns[i], nullptr};
+    Product p{x.rows, x.columns, columns[i], x.matrix, {}, false, to + used, columns[i], nullptr, 0};
     set_right_side(p, nb::object(b[i]));
+    if (slices) {
+      p.slice = slices->at(i);
+      if (p.slice == 0 || p.k % p.slice) throw nb::value_error("slices must divide the columns of a");
+    }
     if (bias) p.bias = floats(view_tensor(nb::object((*bias)[i]), "bias"), p.n, "bias");
     used += p.m * p.n;
     if (out.dtype != DType::f32 || out.count < used) refuse_floats("c", used, out.count);

@@ -2,6 +2,7 @@
 #include "python/tensors.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace unisono {
 namespace {
@@ -142,12 +143,12 @@ bool is_lazy(nb::handle object, const View& view) {
 }
 
 // False if the object is not as view_tensor wants it.
-bool view_plain(nb::handle object, dlpack::Tensor& t) {
+bool view_plain(nb::handle object, dlpack::Tensor& t, View& v) {
   if (!is_tensor(object) || exchange->view_object(object.ptr(), &t) != 0) {
     PyErr_Clear();
     return false;
   }
-  View v{nullptr, element_count(t), DType::u8};
+  v = {static_cast<std::byte*>(t.data) + t.byte_offset, element_count(t), DType::u8};
   return t.device.type == dlpack::kCpu && (v.count == 0 || (is_contiguous(t) && t.data)) &&
          find_dtype(object, t.dtype, v.dtype) && !is_lazy(object, v);
 }
@@ -236,7 +237,7 @@ std::string tensor_words(nb::handle object) {
   }
 }
 
-nb::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype, Failure& failure) {
+nb::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype, Failure& failure, void** memory) {
   size_t bytes = dtype.bits * dtype.lanes / 8;
   for (size_t i = 0; i < dims; i++)
     if (__builtin_mul_overflow(bytes, static_cast<size_t>(shape[i]), &bytes)) {
@@ -244,8 +245,9 @@ nb::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype
       return {};
     }
   auto heap = process_heap(failure);
-  void* data = heap ? heap->allocate(bytes, failure) : nullptr;
+  void* data = heap ? heap->allocate_tensor(bytes, failure) : nullptr;
   if (!data) return {};
+  if (memory) *memory = data;
   Owner* owner = make_owner(shape, dims, data, dtype);
   owner->block = data;
   owner->heap = heap.get();
@@ -253,22 +255,56 @@ nb::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype
   return to_tensor(owner);
 }
 
-bool is_plain(nb::handle object) {
+bool read_shape(nb::handle object, Shape& shape) {
   dlpack::Tensor t;
-  return view_plain(object, t);
+  if (!is_tensor(object) || exchange->view_object(object.ptr(), &t) != 0) return PyErr_Clear(), false;
+  shape = {t.shape, t.ndim};
+  return true;
 }
 
-nb::object make_like(nb::handle object, int64_t rows, Failure& failure) {
+bool is_plain(nb::handle object) {
   dlpack::Tensor t;
-  if (!view_plain(object, t)) return nb::none();
-  if (rows < 0) return make_tensor(t.shape, static_cast<size_t>(t.ndim), t.dtype, failure);
-  if (t.ndim == 0) return make_tensor(&rows, 1, t.dtype, failure);
-  constexpr int most = 64;  // torch's own limit
-  if (t.ndim > most) return nb::none();
-  int64_t shape[most];
-  std::copy_n(t.shape, t.ndim, shape);
-  shape[0] = rows;
-  return make_tensor(shape, static_cast<size_t>(t.ndim), t.dtype, failure);
+  View view;
+  return view_plain(object, t, view);
+}
+
+nb::object make_like(nb::handle object, NewRows rows, Failure& failure, Views* views) {
+  dlpack::Tensor t;
+  View in;
+  if (!view_plain(object, t, in) || t.ndim > static_cast<int>(kMostDims)) return nb::none();
+  int64_t shape[kMostDims];
+  size_t dims = static_cast<size_t>(t.ndim), count = in.count;
+  std::copy_n(t.shape, dims, shape);
+  if (rows.number >= 0 || rows.times > 0) {
+    const int64_t given = dims ? shape[0] : 1;
+    if (rows.number < 0 && given % rows.parts)
+      refuse(
+          {.rule = Rule::rows_divide, .argument = "input", .expected = nb::int_(rows.parts), .got = nb::int_(given)});
+    shape[0] = rows.number < 0 ? given / rows.parts * rows.times : rows.number;
+    dims = std::max<size_t>(dims, 1);
+    count = 1;
+    for (size_t d = 0; d < dims; d++) count *= static_cast<size_t>(shape[d]);
+  }
+  void* data = nullptr;
+  nb::object made = make_tensor(shape, dims, t.dtype, failure, &data);
+  if (views) *views = {in, {static_cast<std::byte*>(data), count, in.dtype}};
+  return made;
+}
+
+nb::object make_shaped(nb::handle object, const int64_t* shape, size_t dims, Failure& failure) {
+  dlpack::Tensor t;
+  View view;
+  return view_plain(object, t, view) ? make_tensor(shape, dims, t.dtype, failure) : nb::none();
+}
+
+nb::object zero_of(nb::handle object) {
+  const int64_t one = 1;
+  Failure failure;
+  nb::object made = make_shaped(object, &one, 1, failure);
+  if (!made.is_valid()) raise(failure, "", -1);
+  const View view = view_tensor(made, "output");
+  std::memset(view.data, 0, view.bytes());
+  return made;
 }
 
 nb::object plain_copy(nb::handle object) {

@@ -86,15 +86,46 @@ MatrixView view_matrix(nanobind::handle object, const char* argument);
 std::string tensor_words(nanobind::handle object);
 
 // A new tensor in this process's heap; null with `failure` filled when memory is short.
-nanobind::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype, Failure& failure);
+nanobind::object make_tensor(const int64_t* shape, size_t dims, dlpack::DataType dtype, Failure& failure,
+                             void** memory = nullptr);
+
+// The shape of a tensor, of any kind that DLPack knows; false if there is none.
+struct Shape {
+  const int64_t* sizes;
+  int dims;
+  int64_t rows() const { return dims ? sizes[0] : 1; }
+  int64_t row() const {  // elements
+    int64_t elements = 1;
+    for (int d = 1; d < dims; d++) elements *= sizes[d];
+    return elements;
+  }
+};
+bool read_shape(nanobind::handle object, Shape& shape);
 
 // Whether view_tensor would take it.
 bool is_plain(nanobind::handle object);
 
-// A new tensor in this process's heap with the dtype and shape of another, or with `rows` (unless negative) in the
-// place of dimension 0; a tensor without dimensions counts as one row. Null with `failure` filled when memory is short,
-// Python's None if the other is not as view_tensor wants it: check and allocation in one step.
-nanobind::object make_like(nanobind::handle object, int64_t rows, Failure& failure);
+// The rows of a new tensor like another: a number or, if that is negative, the other's rows times `times` over `parts`,
+// which must divide them. With `times` 0 the shape stays as it is.
+struct NewRows {
+  int64_t number = -1;
+  int64_t times = 0, parts = 1;
+};
+
+// A new tensor in this process's heap with the dtype and shape of another but for dimension 0; a tensor without
+// dimensions counts as one row. Null with `failure` filled when memory is short, Python's None if the other is not as
+// view_tensor wants it: check and allocation in one step, and `views` of both.
+struct Views {
+  View in, out;
+};
+nanobind::object make_like(nanobind::handle object, NewRows rows, Failure& failure, Views* views = nullptr);
+
+// The same with another shape altogether.
+constexpr size_t kMostDims = 64;  // torch's own limit
+nanobind::object make_shaped(nanobind::handle object, const int64_t* shape, size_t dims, Failure& failure);
+
+// One element of the dtype of a tensor that view_tensor takes, a zero; raises when memory is short.
+nanobind::object zero_of(nanobind::handle object);
 
 // A copy of a dense tensor without gaps, conjugation and negation; other tensors are refused as view_tensor does.
 nanobind::object plain_copy(nanobind::handle object);

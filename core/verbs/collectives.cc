@@ -5,6 +5,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "verbs/mover.h"
 
 namespace unisono {
@@ -12,10 +14,17 @@ namespace {
 
 // How long a rank that failed waits for peers inside the same call to see it and get out.
 constexpr int64_t kWithdrawFor = 20'000'000;
+constexpr size_t kTimedFrom = 4 << 10;  // bytes
+constexpr size_t kShortCount = 256;     // elements
 
 // Every thread of every process that has made a group sees what this one wrote before; the fast path needs no fence.
 void fence_everybody() {
   if (syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0, 0) != 0) usleep(1000);  // write buffers drain in less
+}
+
+// Whether peers may read or write tensors of this call where they are: never those that fit into a request.
+bool tells_places(const Call& call) {
+  return call.in_parts || call.out_parts || call.epilogue || call.count * dtype_bytes(call.dtype) > kInlineBytes;
 }
 
 }  // namespace
@@ -25,7 +34,49 @@ Code Collectives::run(Call& call) {
     call.seq = g_.seq() + 1;
     return g_.quote_first_cause(call);
   }
+  const Heap::Told told = tells_places(call) ? Heap::Told(g_.heap()) : Heap::Told();
   call.seq = g_.begin_call();
+  // A short call is recorded while it waits for the others' requests, where that costs nothing.
+  is_recorded_ = false;
+  if (call.in_parts || call.out_parts || call.count >= kShortCount || g_.size() == 1) record(call);
+  const Code code = run_recorded(call);
+  record(call);
+  // A look at the clock costs more than all else here: short calls that did not wait do without.
+  recorded_.end(code == Code::ok, call.deadline_ns || bytes_ >= kTimedFrom);
+  return code;
+}
+
+// What the flight recorder shows of a call, once.
+void Collectives::record(const Call& call) {
+  if (is_recorded_) return;
+  is_recorded_ = true;
+  const Recorder::OpenGroup& group = g_.recorded();
+  const Operated what{call.verb, call.dtype, call.op,  call.asynchronous, call.root,
+                      call.seq,  call.count, call.tag, group.reference,   call.site};
+  const size_t in = call.in_parts ? g_.peers().size() : 0, out = call.out_parts ? g_.peers().size() : 0;
+  size_t elements = 0;
+  if (in || out) {
+    size_t given = 0, got = 0;
+    recorded_ = g_.heap().recorder().begin(what, in, out, [&](size_t i) {
+      const size_t count = i < in ? call.in_parts[i].count : call.out_parts[i - in].count;
+      (i < in ? given : got) += count;
+      return count;
+    });
+    elements = std::max(given, got);
+  } else {
+    recorded_ = g_.heap().recorder().begin(what);
+    elements = call.count;
+  }
+  bytes_ = elements * dtype_bytes(call.dtype);
+  if (!group.record) return;
+  auto add = [](Flag& counter, uint64_t n) {
+    counter.store(counter.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
+  };
+  add(group.record->calls, 1);
+  add(group.record->bytes, bytes_);
+}
+
+Code Collectives::run_recorded(Call& call) {
   if (g_.size() == 1) return Mover(g_, waiter_, requests_, staging_, call).run_alone();
   // A rank that comes after others have given up must not be served by what they left behind.
   if (g_.given_up())
@@ -56,6 +107,8 @@ Code Collectives::meet_and_move(Call& call, bool& checked) {
   call.past_caches = false;
   put_input(call, requests_.describe(call));
   requests_.publish(call);
+  record(call);
+  recorded_.published();
   if (Code code = waiter_.await(call, Phase::descriptor, call.seq); code != Code::ok) return code;
   if (Code code = requests_.check(call); code != Code::ok) return code;
   checked = true;

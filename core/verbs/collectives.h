@@ -39,6 +39,8 @@ class Collectives {
   uint64_t staged_bytes() const { return staging_.bytes.load(std::memory_order_relaxed); }
 
  private:
+  void record(const Call& call);
+  Code run_recorded(Call& call);
   Code meet_and_move(Call& call, bool& checked);
   void put_input(Call& call, Requests::Input input);
   bool lost_an_output(const Call& call);
@@ -49,6 +51,9 @@ class Collectives {
   Waiter& waiter_;
   Requests requests_;
   Staging staging_;
+  Recorded recorded_;  // the call that runs
+  bool is_recorded_ = false;
+  size_t bytes_ = 0;  // of it
 };
 
 }  // namespace unisono

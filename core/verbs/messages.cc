@@ -41,6 +41,7 @@ void Messages::add(std::shared_ptr<Message> message) {
   std::lock_guard lock(mutex_);
   Message& m = *message;
   m.seq = ++count_;
+  record(m);
   if (over_.code != Code::ok) {
     m.failure = over_;
     return complete(m);
@@ -66,7 +67,20 @@ void Messages::add(std::shared_ptr<Message> message) {
   count();
 }
 
+void Messages::record(Message& m) {
+  const Recorder::OpenGroup& group = g_.recorded();
+  m.recorded =
+      g_.heap().recorder().begin({m.sending ? Verb::send : Verb::recv, m.dtype, RedOp::none, m.asynchronous, m.peer,
+                                  m.seq, m.bytes / dtype_bytes(m.dtype), m.tag, group.reference, m.site});
+  if (!group.record) return;
+  group.record->messages.store(m.seq, std::memory_order_relaxed);
+  Flag& bytes = group.record->message_bytes;
+  bytes.store(bytes.load(std::memory_order_relaxed) + m.bytes, std::memory_order_relaxed);
+}
+
 void Messages::count() {
+  if (GroupRecord* record = g_.recorded().record)
+    record->pending.store(sends_.size() + receives_.size(), std::memory_order_relaxed);
   pending_.store(sends_.size() + receives_.size(), std::memory_order_relaxed);
   const auto waiting = std::count_if(sends_.begin(), sends_.end(), [&](const auto& m) {
     if (m->started || !m->done.load(std::memory_order_relaxed)) return false;
@@ -81,6 +95,8 @@ bool Messages::is_over(const Message& m) {
 }
 
 void Messages::complete(Message& m) {
+  m.recorded.end(m.failure.code == Code::ok, true);
+  m.told = {};
   m.done.store(true, std::memory_order_release);
 }
 

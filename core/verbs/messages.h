@@ -28,6 +28,8 @@ struct Message {
   std::byte* data = nullptr;
   size_t bytes = 0;
   DType dtype = DType::u8;
+  bool asynchronous = false;
+  const char* site = nullptr;  // as in Call
 
   // Over for its caller. Stored with release by Messages::complete, loaded with acquire by whoever waits: publishes
   // `failure`, `source` and what was received.
@@ -42,8 +44,10 @@ struct Message {
   uint64_t index = 0;    // of the entry in its mailbox
   Envelope envelope{};   // of a receive: what the entry said when it was taken
   size_t moved = 0;
+  Heap::Told told;                     // of a send that is read where it is
   std::byte* buffer = nullptr;         // staged sends
   std::unique_ptr<std::byte[]> owned;  // of unexpected messages, and of sends that wait for an entry
+  Recorded recorded;
 };
 
 class Messages final : private Scratch::User {
@@ -59,6 +63,8 @@ class Messages final : private Scratch::User {
   size_t pending() const { return pending_.load(std::memory_order_relaxed); }
   // Sends that are over for their callers and still wait for a free entry, to peers that may yet make one free.
   size_t backlog() const { return backlog_.load(std::memory_order_relaxed); }
+  // Whether a message with this tag, from anyone, is here and not taken.
+  bool waits(int64_t tag);
   // Ends every pending message with this failure, and every later one.
   void fail_all(const Failure& failure);
 
@@ -76,6 +82,7 @@ class Messages final : private Scratch::User {
   static bool is_over(const Message& m);
   static void complete(Message& m);
   void count();
+  void record(Message& m);
   void give_back_buffers();
   MailboxEntry& outgoing(const Message& m) const { return g_.mine().mailbox(m.peer, m.index); }
   MailboxEntry& incoming(int from, uint64_t i) const { return g_.peer(from).block.mailbox(g_.rank(), i); }

@@ -83,6 +83,17 @@ bool Messages::match(Message& m) {
   return false;
 }
 
+bool Messages::waits(int64_t tag) {
+  std::lock_guard lock(mutex_);
+  steps_++;
+  for (const auto& held : unexpected_)
+    if (held->tag == tag && held->done.load(std::memory_order_relaxed)) return true;
+  for (int from = 0; from < g_.size(); from++)
+    for (uint64_t i = next_in_[static_cast<size_t>(from)], end = seen(from); i < end; i++)
+      if (!taken_[static_cast<size_t>(from)][i % depth_] && incoming(from, i).envelope.tag == tag) return true;
+  return false;
+}
+
 // True: one of them is for this receive, which is over, or must wait until that one has come in.
 bool Messages::match_unexpected(Message& m) {
   for (auto it = unexpected_.begin(); it != unexpected_.end(); ++it) {

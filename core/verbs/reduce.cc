@@ -3,8 +3,8 @@
 // The elements form one space: a single span for all_reduce (for everybody) and reduce (for the root), one span per
 // rank for reduce_scatter. Buffered calls: every rank reduces what it wants for itself. Otherwise the space is worked
 // off in pieces; a piece takes the same fraction of every span, and each rank reduces an equal byte range of it,
-// whoever the result is for: it loads the range from all inputs, in rank order, and stores to all outputs it can see.
-// When everything is visible there is one piece and nothing is staged. Otherwise, step p of the pipeline:
+// whoever the result is for: it loads the range from all inputs, combines (reduce.h), and stores to all outputs it can
+// see. When everything is visible there is one piece and nothing is staged. Otherwise, step p of the pipeline:
 //   copy in    a rank whose input is hidden puts piece p into its stage (but for the range it reduces itself)
 //   reduce     piece p - 1; results for hidden outputs go into this rank's out stage
 //   copy out   piece p - 2; a rank whose output is hidden takes its results from the out stages

@@ -58,6 +58,7 @@ bool Messages::fill_entry(Message& m, MailboxEntry& entry) {
   envelope.dtype = m.dtype;
   envelope.seq = m.seq;
   entry.filled.store(0, std::memory_order_relaxed);  // released with `posted`
+  if (m.bytes > kEager) m.told = Heap::Told(g_.heap());
   Place place = m.bytes > kEager ? g_.locate(m.data, m.bytes) : Place{};
   if (m.bytes <= sizeof entry.payload) {
     envelope.carrier = Carrier::inlined;
@@ -67,6 +68,7 @@ bool Messages::fill_entry(Message& m, MailboxEntry& entry) {
     envelope.place = place;
   } else {
     envelope.carrier = Carrier::staged;
+    m.told = {};
     m.buffer = arena_.take(std::min(m.bytes, kSendBuffer), m.failure);
     if (!m.buffer) return false;
     envelope.place = g_.locate(m.buffer, std::min(m.bytes, kSendBuffer));

@@ -10,10 +10,12 @@ small stage. See :class:`Group` for all verbs.
 
 from __future__ import annotations
 
+from importlib import import_module as _import_module
+
 import torch as _torch
 
 from . import _core
-from .base import errors, settings
+from .base import errors, log, settings
 from .base.handle import Handle as _Handle
 from .version import __version__ as __version__
 
@@ -23,7 +25,10 @@ _core.setup(
     handle=_Handle,
     make_error=errors.make_error,
     make_argument_error=errors.make_argument_error,
-    call_site=errors.call_site,
+    warn=log.warn,
+    library_folders=log.LIBRARY_FOLDERS,
+    trace_folder=settings.trace_dir,
+    trace_signal=settings.trace_signal,
     heap_max=settings.heap_max,
     spin_us=settings.spin_us,
     fork_copy_max=settings.fork_copy_max,
@@ -36,6 +41,7 @@ from .base.errors import (  # noqa: E402
     AbortedError,
     ClosedError,
     CollectiveTimeoutError,
+    DeadlockError,
     ForkedError,
     HeapMemoryError,
     MismatchError,
@@ -44,7 +50,11 @@ from .base.errors import (  # noqa: E402
     UnisonoError,
 )
 from .base.handle import Handle  # noqa: E402
-from .base.tensors import empty, empty_like, is_shared, to_shared_, zeros  # noqa: E402
+from .base.kept import Inherited, Kept, keep  # noqa: E402
+from .base.sharing import Sharing, share_new_tensors, trim  # noqa: E402
+from .base.sharing import share_by_environment as _share_by_environment  # noqa: E402
+from .base.tensors import empty, empty_like, full, is_shared, ones, tensor, to_shared_, zeros  # noqa: E402
+from .fused.layers import tensor_parallel  # noqa: E402
 from .fused.matmul import (  # noqa: E402
     PreparedWeight,
     all_gather_grouped_matmul,
@@ -58,6 +68,8 @@ from .group.group import Group  # noqa: E402
 from .group.shared_gather import SharedGather  # noqa: E402
 from .torch_backend.groups import monitored_barrier, split_group  # noqa: E402
 from .torch_backend.registration import ProcessGroupUnisono  # noqa: E402
+from .torch_backend.serving import serve_gloo  # noqa: E402
+from .torch_backend.shrink import shrink_group  # noqa: E402
 from .uneven import operators as _uneven_ops  # noqa: E402, F401
 from .uneven.collectives import all_gather_into_tensor_uneven, all_to_all_vc, reduce_scatter_tensor_uneven  # noqa: E402
 
@@ -65,15 +77,19 @@ __all__ = [
     "AbortedError",
     "ClosedError",
     "CollectiveTimeoutError",
+    "DeadlockError",
     "ForkedError",
     "Group",
     "Handle",
     "HeapMemoryError",
+    "Inherited",
+    "Kept",
     "MismatchError",
     "PeerLostError",
     "PreparedWeight",
     "ProcessGroupUnisono",
     "SharedGather",
+    "Sharing",
     "SystemCallError",
     "UnisonoError",
     "all_gather_grouped_matmul",
@@ -83,14 +99,39 @@ __all__ = [
     "comm_func",
     "empty",
     "empty_like",
+    "full",
     "grouped_matmul_all_reduce",
     "grouped_matmul_reduce_scatter",
     "is_shared",
+    "keep",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "monitored_barrier",
+    "ones",
     "reduce_scatter_tensor_uneven",
+    "serve_gloo",
+    "share_new_tensors",
+    "shrink_group",
     "split_group",
+    "tensor",
+    "tensor_parallel",
+    "testing",
     "to_shared_",
+    "trim",
     "zeros",
 ]
+
+if settings.share:
+    _share_by_environment()
+if settings.serve_gloo and _torch.distributed.is_gloo_available():
+    serve_gloo()
+
+
+def __getattr__(name: str) -> object:
+    if name == "testing":  # imported when it is first used: programs that run no ranks of their own do not need it
+        return _import_module("unisono.testing")
+    raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

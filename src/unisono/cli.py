@@ -11,6 +11,10 @@ from importlib.metadata import version
 #: The modules whose ``main`` is a subcommand.
 COMMANDS = {
     "demo": "two ranks show an uneven all-gather and reduce-scatter, timed against gloo",
+    "doctor": "check whether unisono works on this machine, and how fast",
+    "trace": "who was where: reads the flight recorder of failed, hanging or running ranks",
+    "top": "the live groups of this host: operations, bytes, who waits for whom",
+    "run": 'run a program as torchrun or python does, with unisono where it says "gloo"',
     "bench": "measure the collectives against the memory's limit, gloo, MPI and oneCCL",
 }
 

@@ -1,6 +1,7 @@
 """Compares unisono with gloo on torch's own distributed tests: ``make conformance``, or
 
 python -m tests.conformance.run --world-size 3 -k all_reduce
+python -m tests.conformance.run --world-size 4 --hosts 2          (network namespaces; needs root)
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--world-size", type=int, nargs="+", default=[3, 4])
     parser.add_argument("-k", dest="pattern", default="*", help="only tests whose name contains this, or matches it")
+    parser.add_argument("--hosts", type=int, default=1, help="that the ranks are on, made of network namespaces")
     parser.add_argument("--timeout", type=float, default=90.0, help="seconds for one test")
     parser.add_argument("--backend", help="run one backend here and print records; used by the comparison")
     args = parser.parse_args()
@@ -47,9 +49,11 @@ def _run_here(args: argparse.Namespace) -> int:
     from tests.conformance import suite
 
     pattern = args.pattern if "*" in args.pattern else f"*{args.pattern}*"
-    with contextlib.suppress(OSError, AttributeError, PermissionError):
-        _loopback_only()
-    for record in suite.run(args.backend, args.world_size[0], lambda n: fnmatch.fnmatch(n, pattern), args.timeout):
+    if args.hosts == 1:
+        with contextlib.suppress(OSError, AttributeError, PermissionError):
+            _loopback_only()
+    matches = lambda name: fnmatch.fnmatch(name, pattern)  # noqa: E731
+    for record in suite.run(args.backend, args.world_size[0], matches, args.timeout, args.hosts):
         print(json.dumps(record), flush=True)
     return 0
 
@@ -66,7 +70,7 @@ def _loopback_only() -> None:
 
 def _run_apart(backend: str, size: int, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     command = [sys.executable, "-m", "tests.conformance.run", "--backend", backend, "--world-size", str(size)]
-    command += ["-k", args.pattern, "--timeout", str(args.timeout)]
+    command += ["-k", args.pattern, "--timeout", str(args.timeout), "--hosts", str(args.hosts)]
     records: dict[str, dict[str, Any]] = {}
     begin = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:

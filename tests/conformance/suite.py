@@ -8,6 +8,7 @@ runs in a forked supervisor with a session of its own, which forks the ranks; on
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import multiprocessing
@@ -23,6 +24,9 @@ import unittest
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from unisono.testing.fork_server import enter_place
+from unisono.testing.hosts import INTERFACE, Hosts
 
 SUITE = "torch.testing._internal.distributed.distributed_test"
 ENVIRONMENT = {
@@ -52,14 +56,24 @@ class Alias(str):
         return hash(self.alias)
 
 
-def run(backend: str, world_size: int, matches: Callable[[str], bool], limit_s: float) -> Iterator[dict[str, Any]]:
-    """Runs the tests one by one; yields a record of each: test, status, seconds, reason, error."""
+def run(
+    backend: str, world_size: int, matches: Callable[[str], bool], limit_s: float, hosts: int = 1
+) -> Iterator[dict[str, Any]]:
+    """Runs the tests one by one; yields a record of each: test, status, seconds, reason, error.
+
+    With several hosts, network namespaces, the ranks fill one after the other.
+    """
     os.environ.update(ENVIRONMENT)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ending:
+        namespaces: list[str] = []
+        if hosts > 1:
+            made = ending.enter_context(Hosts(hosts))
+            os.environ.update(GLOO_SOCKET_IFNAME=INTERFACE, TP_SOCKET_IFNAME=INTERFACE, MASTER_ADDR=made.address(0))
+            namespaces = [made.namespace(rank * hosts // world_size) for rank in range(world_size)]
         os.environ.update(WORLD_SIZE=str(world_size), TEMP_DIR=folder, INIT_METHOD=f"file://{folder}/init")
         (Path(folder) / "barrier").mkdir()
         tests, skipped = _load(backend)
-        _fork_ranks(backend, limit_s)
+        _fork_ranks(backend, limit_s, namespaces)
         for name, why in skipped.items():
             yield {"test": name, "status": "skip", "reason": why, "seconds": 0.0}
         for name in sorted(tests):
@@ -109,16 +123,18 @@ def _stand_in_for_expecttest() -> None:
         sys.modules["expecttest"] = module
 
 
-def _fork_ranks(backend: str, limit_s: float) -> None:
-    """Has the suite fork its ranks, and has each import the backend's package first."""
+def _fork_ranks(backend: str, limit_s: float, namespaces: list[str]) -> None:
+    """Has the suite fork its ranks, and has each enter its host and import the backend's package first."""
     from torch.testing._internal import common_distributed as suite
 
     context = multiprocessing.get_context("fork")
 
-    def rank_main(target: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def rank_main(target: Callable[..., None], rank: int, *args: Any, **kwargs: Any) -> None:
+        if namespaces:
+            enter_place(namespaces[rank], {})
         if backend == "unisono":
             importlib.import_module("unisono")
-        target(*args, **kwargs)
+        target(rank, *args, **kwargs)
 
     def process(target: Any = None, name: Any = None, args: Any = (), kwargs: Any = None, daemon: Any = None) -> Any:
         return context.Process(target=rank_main, name=name, args=(target, *args), kwargs=kwargs or {}, daemon=daemon)

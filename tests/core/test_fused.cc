@@ -69,7 +69,7 @@ void test_products() {
       const size_t c_row = n + dice() % 3;
       std::vector<float> c(m * c_row + 1, -7);
       const bool with_bias = dice() % 2;
-      multiply({m, k, n, left, given, panels, c.data(), c_row, with_bias ? bias.data() : nullptr});
+      multiply({m, k, n, left, given, panels, c.data(), c_row, with_bias ? bias.data() : nullptr, 0});
       bool right_sums = true, untouched = c[m * c_row] == -7;
       for (size_t i = 0; i < m; i++) {
         for (size_t j = 0; j < n; j++) {
@@ -88,7 +88,87 @@ void test_products() {
   set_isa(best_isa());
 }
 
+// ---- products in the tree order
+
+float tree_sum(std::vector<float> level) {
+  while (level.size() > 1) {
+    std::vector<float> next;
+    for (size_t i = 0; i < level.size(); i += 2)
+      next.push_back(i + 1 < level.size() ? level[i] + level[i + 1] : level[i]);
+    level = next;
+  }
+  return level[0];
+}
+
+// One element in exactly the order that is promised: blocks of a slice, then slices.
+float tree_product(const std::vector<float>& a, const std::vector<float>& b, size_t slice) {
+  const size_t block = slice <= 255 ? slice : 128;
+  std::vector<float> slices;
+  for (size_t begin = 0; begin < a.size(); begin += slice) {
+    std::vector<float> blocks;
+    for (size_t first = begin; first < begin + slice; first += block) {
+      float sum = 0;
+      for (size_t k = first; k < std::min(first + block, begin + slice); k++) sum = std::fma(a[k], b[k], sum);
+      blocks.push_back(sum);
+    }
+    slices.push_back(tree_sum(blocks));
+  }
+  return tree_sum(slices);
+}
+
+float any_number(std::mt19937& dice) {
+  const float wide = static_cast<float>(dice()) * 0x1p-31f - 1;
+  return dice() % 50 ? wide : std::ldexp(wide, static_cast<int>(dice() % 200) - 140);
+}
+
+void test_tree_products() {
+  std::mt19937 dice(5);
+  const size_t rows[] = {1, 2, 3, 4, 5, 6, 7, 13, 30}, columns[] = {1, 7, 16, 31, 64, 130};
+  for (int round = 0; round < 150; round++) {
+    const size_t m = rows[dice() % 9], n = round == 0 ? 4100 : round == 1 ? 1040 : columns[dice() % 6];
+    const size_t slice = dice() % 4 == 0 ? 256 + dice() % 600 : 1 + dice() % 255;
+    const size_t k = slice * (1 + dice() % (dice() % 8 ? 5 : 20));
+    const bool turned_a = dice() % 3 == 0, turned_b = dice() % 3 == 0, with_bias = dice() % 3 == 0;
+    std::vector<float> a(m * k), b(k * n), bias(n);
+    for (auto* list : {&a, &b, &bias})
+      for (float& x : *list) x = any_number(dice);
+    // c[i, j] at every place for few columns, at some for many.
+    std::vector<std::vector<float>> columns_of(n), rows_of(m);
+    for (size_t i = 0; i < m; i++)
+      for (size_t l = 0; l < k; l++) rows_of[i].push_back(a[turned_a ? l * m + i : i * k + l]);
+    for (size_t j = 0; j < n; j++)
+      for (size_t l = 0; l < k; l++) columns_of[j].push_back(b[turned_b ? j * k + l : l * n + j]);
+    for (Isa isa : isas()) {
+      set_isa(isa);
+      std::vector<float> packed((n + panel_columns()) * k), c(m * n + 1, -7);
+      const Matrix left{a.data(), DType::f32, turned_a ? 1 : k, turned_a ? m : 1};
+      Matrix right{b.data(), DType::f32, turned_b ? 1 : n, turned_b ? k : 1};
+      const bool panels = dice() % 2;
+      if (panels) {
+        pack_panels(right, k, n, packed.data());
+        right = {packed.data(), DType::f32, 0, 1};
+      }
+      multiply({m, k, n, left, right, panels, c.data(), n, with_bias ? bias.data() : nullptr, slice});
+      bool same = c[m * n] == -7;
+      for (size_t i = 0; i < m; i++)
+        for (size_t j = 0; j < n; j += n > 200 ? 97 : 1) {
+          const float sum = tree_product(rows_of[i], columns_of[j], slice);
+          const float want = with_bias ? sum + bias[j] : sum;
+          same = same && std::memcmp(&want, &c[i * n + j], sizeof want) == 0;
+        }
+      expect(same, isa_name(isa), static_cast<size_t>(round));
+    }
+    set_isa(best_isa());
+  }
+}
+
 // ---- the reducing pass
+
+float joined(RedOp op, float x, float y) {
+  if (op != RedOp::min && op != RedOp::max) return x + y;
+  if (std::isnan(x) || std::isnan(y)) return std::isnan(x) ? x : y;
+  return op == RedOp::min ? (x < y ? x : y) : (x > y ? x : y);
+}
 
 void test_epilogues() {
   std::mt19937 dice(2);
@@ -97,7 +177,7 @@ void test_epilogues() {
     for (RedOp op : {RedOp::sum, RedOp::avg, RedOp::min, RedOp::max}) {
       expect(epilogue_exists(DType::f32, out, op), "epilogue_exists");
       for (size_t n : {size_t{1}, size_t{7}, size_t{31}, size_t{32}, size_t{1003}}) {
-        const size_t sources = 1 + dice() % 5, size = dtype_bytes(out);
+        const size_t sources = 1 + dice() % (dice() % 4 ? 9 : 40), size = dtype_bytes(out);
         std::vector<std::vector<float>> in(sources, std::vector<float>(n));
         for (auto& source : in)
           for (float& x : source)
@@ -127,17 +207,15 @@ void test_epilogues() {
         if (out != DType::f32 || with_residual) continue;
         bool right = true;
         for (size_t i = 0; i < n; i++) {
-          float acc = in[0][i];
-          for (size_t s = 1; s < sources; s++) {
-            float x = in[s][i];
-            if (op == RedOp::min || op == RedOp::max)
-              acc = std::isnan(acc)    ? acc
-                    : std::isnan(x)    ? x
-                    : op == RedOp::min ? (acc < x ? acc : x)
-                                       : (acc > x ? acc : x);
-            else
-              acc += x;
+          std::vector<float> level;
+          for (auto& source : in) level.push_back(source[i]);
+          for (; level.size() > 1;) {
+            std::vector<float> next;
+            for (size_t s = 0; s < level.size(); s += 2)
+              next.push_back(s + 1 < level.size() ? joined(op, level[s], level[s + 1]) : level[s]);
+            level = next;
           }
+          float acc = level[0];
           if (op == RedOp::avg) acc /= static_cast<float>(sources);
           if (scale != 1) acc *= static_cast<float>(scale);
           float got;
@@ -274,6 +352,7 @@ void test_mismatch() {
 int main() {
   set_heap_capacity(size_t{64} << 20);
   test_products();
+  test_tree_products();
   test_epilogues();
   for (int size : {1, 2, 3, 5}) test_verb(size, size > 2, 60);
   test_mismatch();

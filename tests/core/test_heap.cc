@@ -49,7 +49,8 @@ void test_trimmed_memory() {
   for (size_t i = 0; i < bytes; i++) kept = kept && blocks[0][i] == 2;
   expect(kept, "what is in use stays");
   fill();
-  expect(heap->usage().resident == full && heap->usage().reserved == full, "reserved again");
+  const Heap::Usage again = heap->usage();
+  expect(again.resident >= 5 * bytes && again.resident <= full && again.reserved == again.resident, "reserved again");
   // Whatever is taken and given back, in whatever order: every byte handed out is reserved.
   for (unsigned seed = 1; seed <= 300; seed++) {
     const size_t i = seed * 7 % blocks.size();

@@ -60,6 +60,17 @@ def test_every_make_target_named_in_the_documents_exists():
             assert name in targets, f"{document.name}: make {name}"
 
 
+def test_every_setting_is_in_the_table():
+    read = set(re.findall(r'"(UNISONO_[A-Z0-9_]+)"', (ROOT / "src/unisono/base/settings.py").read_text()))
+    listed = set(re.findall(r"^\| `(UNISONO_[A-Z0-9_]+)`", (ROOT / "docs/settings.md").read_text(), re.M))
+    assert read == listed
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs/index.md").read_text().split()
+    assert not [page.stem for page in ROOT.glob("docs/*.md") if page.stem not in index and page.stem != "index"]
+
+
 def test_no_machine_is_named():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode != 0:

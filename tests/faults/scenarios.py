@@ -43,7 +43,9 @@ def main(rank: int, size: int, path: str, pipe: Connection, body: str, options: 
     torch.set_num_threads(1)
     if options.get("one_core"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    live(Line(rank, size, path, pipe, options), BODIES[body])
+    from tests.faults import survival  # it needs this module
+
+    live(Line(rank, size, path, pipe, options), {**BODIES, **survival.BODIES}[body])
 
 
 def live(line: Line, body: Any) -> None:

@@ -417,6 +417,8 @@ def _elsewhere(group, where):
     other = group.split([0, 1], name="pipeline")
     group.barrier()
     if group.rank == 1:
+        # A thread that might still make the missing call: otherwise the deadlock is proven before the limit.
+        threading.Thread(target=time.sleep, args=(3.0,)).start()
         with pytest.raises(unisono.UnisonoError):
             if where == "recv":
                 group.recv(torch.empty(5), 0, tag=77, timeout_s=30.0)

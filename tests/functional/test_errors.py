@@ -231,7 +231,7 @@ def _local(group, kind, folder):
                 try:
                     call(where)
                 except Exception as error:
-                    if type(error) is not expected or not str(error).startswith(text):
+                    if not isinstance(error, expected) or not str(error).startswith(text):
                         complaints.append(f"{type(error).__name__}: {error}\n    expected {expected.__name__}: {text}")
                 else:
                     complaints.append(f"no error; expected {expected.__name__}: {text}")

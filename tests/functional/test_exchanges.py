@@ -1,5 +1,6 @@
 """The all-to-all family and messages, on every kind of group, against what each rank must receive."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -161,3 +162,17 @@ def test_messages(pool, size, kind, tmp_path):
 @pytest.mark.parametrize("kind", WORLDS)
 def test_batches(pool, size, kind, tmp_path):
     pool.run(_batches, kind, str(tmp_path))
+
+
+def _numpy_shapes(group):
+    n, mine = group.size, torch.full((2,), float(group.rank))
+    single, _ = comm_func.all_to_all_single_with_output_shape([np.int64(2 * n)], mine.repeat(n), group=group)
+    listed, _ = comm_func.all_to_all_with_output_shape([(np.int32(2),)] * n, [mine] * n, group)
+    return single.tolist(), [part.tolist() for part in listed]
+
+
+@pytest.mark.parametrize("size", [2])
+def test_shapes_of_numpy_numbers(pool, size):
+    rows = [[float(rank)] * 2 for rank in range(size)]
+    for single, listed in pool.run(_numpy_shapes):
+        assert single == [n for row in rows for n in row] and listed == rows

@@ -8,7 +8,7 @@ what the backward gave to rank 0.
 
 import pytest
 import torch
-from torch.autograd import Function, gradcheck, gradgradcheck
+from torch.autograd import Function, forward_ad, gradcheck, gradgradcheck
 
 from tests.functional.worlds import world
 from unisono import comm_func
@@ -232,3 +232,27 @@ def _step(group, steps):
 @pytest.mark.parametrize("size", [2])
 def test_training(pool, size):
     pool.run(_step, 5)
+
+
+def _tangents(group):
+    tensor, told = torch.ones(2), []
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(tensor, tensor)
+        calls = (
+            lambda t: comm_func.all_reduce(t, group=group),
+            lambda t: comm_func.broadcast(t, group=group),
+            lambda t: comm_func.all_to_all_with_output_shape([[2], [2]], [tensor, t], group),
+        )
+        for call in calls:
+            call(tensor)  # none there: as ever
+            try:
+                call(dual)
+            except NotImplementedError as error:
+                told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("size", [2])
+def test_tangents_are_refused(pool, size):
+    for told in pool.run(_tangents):
+        assert len(told) == 3 and all("forward-mode" in words for words in told)

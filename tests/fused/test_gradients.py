@@ -230,7 +230,8 @@ def test_compile(pool, size, kind, dynamic):
 def opcheck(group):
     name, seat, ops = groups.name_of(group), (group.rank, group.size), torch.ops.unisono
     x, w = torch.randn(4, 3, requires_grad=True), torch.randn(3, 5, requires_grad=True)
-    product = ([x], [w], [torch.randn(5)], None, "x", name, [4], [5], [], "sum", 1.0, 0.5, 0, "all_reduce", *seat)
+    how = [4], [5], [], "sum", 1.0, 0.5, 0, "all_reduce", 0, 0
+    product = ([x], [w], [torch.randn(5)], None, "x", name, *how, *seat)
     for op, arguments in (
         (ops.matmul_reduce, product),
         (ops.reduce_values, (torch.randn(12), name, [], "sum", *seat)),

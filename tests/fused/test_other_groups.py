@@ -38,6 +38,17 @@ def on_backend(group, backend, path, how):
         x, w = torch.ones(2, 3, requires_grad=True), torch.full((3, 4), 2.0 + group.rank, requires_grad=True)
         unisono.matmul_all_reduce(x, w, given).sum().backward()
         assert x.grad.tolist() == [[8.0 * (2 + group.rank)] * 3] * 2 and w.grad.tolist() == [[4.0] * 4] * 3
+        # The tree order only where sums follow it.
+        x, w = torch.ones(2, 128, requires_grad=True), torch.ones(128, 128)
+        if backend == "gloo":
+            for call in (unisono.matmul_all_reduce, unisono.matmul_reduce_scatter):
+                with pytest.raises(ValueError, match="order 'tree' needs a group of unisono"):
+                    call(x, w, given, order="tree")
+            y = unisono.all_gather_matmul(x, w, given, order="tree")
+            with pytest.raises(ValueError, match="order 'tree' needs a group of unisono"):
+                y.sum().backward()
+        else:
+            assert unisono.matmul_all_reduce(x, w, given, order="tree").tolist() == [[256.0] * 128] * 2
         return digests
     finally:
         dist.destroy_process_group()

@@ -19,8 +19,10 @@ FLOORS = [
     {"uneven", "comm_func", "fused", "torch_backend", "fsdp"},
     {"ascend"},
     {"testing", "_yardstick"},
-    {"bench", "demo"},
+    {"trace"},
+    {"bench", "demo", "doctor", "run", "top"},
     {"cli", "__init__"},
+    {"__main__"},
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 

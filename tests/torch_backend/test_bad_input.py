@@ -134,11 +134,17 @@ BAD_FOR_US = {
         "No backend type associated with device type meta",
         lambda g, s: dist.broadcast(torch.ones(3, device="meta"), 0, group=g),
     ),
-    "pg.allgather: no lists": ("expected length {s}, got 0", lambda g, s: g.allgather([], [_x()])),
-    "pg.reduce_scatter: no inputs": ("must be world size", lambda g, s: g.reduce_scatter([_x()], [])),
-    "pg.allreduce: two tensors": ("takes a single tensor", lambda g, s: g.allreduce([_x(), _x(3)])),
-    "pg.broadcast: two tensors": (
-        "takes a single tensor",
+    "pg.allgather: no lists": (
+        "requires input/output tensor lists to have the same length",
+        lambda g, s: g.allgather([], [_x()]),
+    ),
+    "pg.reduce_scatter: no inputs": (
+        "requires input/output tensor lists to have the same length",
+        lambda g, s: g.reduce_scatter([_x()], []),
+    ),
+    "pg.allreduce: two sizes": ("invalid tensor size at index 1", lambda g, s: g.allreduce([_x(), _x(3)])),
+    "pg.broadcast: two sizes": (
+        "invalid tensor size at index 1",
         lambda g, s: g.broadcast([_x(), _x(3)], dist.BroadcastOptions()),
     ),
 }

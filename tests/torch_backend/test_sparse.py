@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.reference import difference, make_input, reduced
 from tests.torch_backend import world
 
 
@@ -49,6 +50,22 @@ def _sums(async_op):
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 def test_sums(ranks, size, async_op):
     ranks.check(_sums, async_op)
+
+
+def _order():
+    """Ranks at the same places, with numbers whose sum depends on the order, against the model of the dense call."""
+    complaints = []
+    for dtype in (torch.float32, torch.bfloat16):
+        dense = [make_input(str(dtype).removeprefix("torch."), 500, r, 3) for r in range(dist.get_world_size())]
+        mine = dense[dist.get_rank()].to_sparse()
+        dist.all_reduce(mine)
+        complaints.append(difference(mine.to_dense(), reduced(dense, "sum")))
+    return [c for c in complaints if c]
+
+
+@pytest.mark.parametrize("size", [5])
+def test_order(ranks, size):
+    ranks.check(_order)
 
 
 def _as_gloo():

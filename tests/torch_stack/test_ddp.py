@@ -1,6 +1,6 @@
 """DistributedDataParallel on unisono: the same gradients and parameters as on gloo, bit for bit or nearly.
 
-With four ranks gloo adds up in another order than rank order, so results that were added up differ in the last bits.
+With four ranks gloo adds up in another order than unisono, so results that were added up differ in the last bits.
 """
 
 import pytest

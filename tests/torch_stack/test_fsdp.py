@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import unisono.fsdp
+from tests.reference import reduced
 from tests.torch_stack.worlds import differences, randn
 from unisono.group import names as groups
 
@@ -38,22 +39,22 @@ def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def alone(model: nn.Module, ranks: int, factor: float, dtype: torch.dtype, steps_per_update: int = 1) -> nn.Module:
-    """The training of all ranks in one process; gradients are combined in rank order, as unisono does."""
+    """The training of all ranks in one process; gradients are combined by the tree over ranks, as unisono does."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     params = list(model.parameters())
     for step in range(0, STEPS * steps_per_update, steps_per_update):
         for p in params:
             p.grad = torch.zeros_like(p)
-        sums = [torch.zeros_like(p) for p in params]
+        levels: list[list[torch.Tensor]] = [[] for _ in params]
         for rank in range(ranks):
             local = [torch.zeros_like(p) for p in params]
             for i in range(steps_per_update):
                 for mine, g in zip(local, torch.autograd.grad(loss(model, rank, step + i), params), strict=True):
                     mine += g
-            for total, g in zip(sums, local, strict=True):
-                total += g.to(dtype).float()
-        for p, total in zip(params, sums, strict=True):
-            p.grad = (total / factor).to(dtype).float()
+            for level, g in zip(levels, local, strict=True):
+                level.append(g.to(dtype).float())
+        for p, level in zip(params, levels, strict=True):
+            p.grad = (reduced(level, "sum") / factor).to(dtype).float()
         optimizer.step()
     return model
 

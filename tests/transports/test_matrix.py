@@ -23,11 +23,12 @@ from unisono.transport.lists import ListsTransport
 TRANSPORTS = {
     "core": ("group", None),
     "core of a process group": ("unisono", None),
+    "hosts": ("hosts", None),
     "gloo": ("gloo", None),
     "lists": ("unisono", ListsTransport),  # as on nccl: a backend whose list forms take unequal tensors
     "rooted": ("gloo", lambda pg: BackendTransport(pg, keeps_input=False)),
 }
-OURS = ("core", "core of a process group")
+OURS = ("core", "core of a process group", "hosts")
 # Those that public functions find; "lists" stands on a group of ours, which has the core.
 FOUND = [name for name in TRANSPORTS if name != "lists"]
 EXACT = ("gloo", "lists")  # whose reduce-scatter sums in our order
@@ -190,10 +191,15 @@ DISAGREE = {
     "all_to_all": lambda t, odd: t.all_to_all(
         torch.zeros(t.size + odd), torch.ones(t.size), [1, 1 + odd, *[1] * (t.size - 2)], [1] * t.size, None, False
     ),
-    "matmul_reduce": lambda t, odd: t.matmul_reduce(
-        t.new_rows(torch.empty(0), 4), t.new_rows(torch.empty(0), 4), "sum", 1.0, None, None, 1 + odd, str, None
-    ),
+    "matmul_reduce": lambda t, odd: _multiply(t, 1 + odd),
 }
+
+
+def _multiply(t, hash):
+    products, output = t.new_rows(torch.empty(0), 4), t.new_rows(torch.empty(0), 4)
+    handle = t.matmul_reduce(products, output, "sum", 1.0, None, None, hash, str, None)
+    if handle is not None:  # it goes on in the background
+        handle.wait()
 
 
 def _gather(t, counts):
@@ -293,7 +299,8 @@ def test_bad_input(pool, size, name, tmp_path):
 def test_every_verb_is_in_the_matrix():
     from unisono.transport.protocol import Transport
 
-    verbs = {name for name in vars(Transport) if not name.startswith(("_", "new_"))} - {"rank", "size", "cache_bytes"}
+    facts = {"rank", "size", "cache_bytes", "by_tree"}
+    verbs = {name for name in vars(Transport) if not name.startswith(("_", "new_"))} - facts
     covered = {"send", "recv", "barrier"} | {verb.removesuffix("_equal") for verb in VERBS}
     assert verbs == covered - {"send_recv"}
     assert set(ops.NUMBERS) == set(reference.OPS)

@@ -11,8 +11,6 @@ What the adapters refuse in the words of other libraries (torch_npu, MindSpore, 
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,6 +59,10 @@ class SystemCallError(UnisonoError):
     """The operating system refused something, or shared memory holds something impossible."""
 
 
+class DeadlockError(UnisonoError):
+    """Ranks wait for each other in a cycle over several groups, so that no call of it can ever end."""
+
+
 class ArgumentError(Exception):
     """An argument that a function refuses: ``rule`` is a key of ``_RULES`` and says which requirement it breaks."""
 
@@ -87,6 +89,11 @@ _RULES: dict[str, str] = {
     "list_length": "{argument} must have one tensor per rank: expected {expected}, got {got}",
     "list_dtype": "{argument} has dtype {got}, the first has {expected}",
     "divides": "{argument} has {got} elements, which do not divide into {expected} equal parts; give '{other}'",
+    "rows_divide": (  # MindSpore's words: only its functions leave the rows of a result to the transport
+        "the first dimension for 'input_shape' must be divided by 'rank_size', "
+        "but got input_shape[0]: {got}, rank_size: {expected}"
+    ),
+    "shape": "{argument} must be a shape of at most 64 sizes, got {got!r}",
     "counts_sequence": "{argument} must be a sequence of whole numbers, got {got!r}",
     "counts_length": "{argument} must have one number per rank: expected {expected}, got {got}",
     "counts_negative": "{argument} must not be negative, got {got} for rank {index}",
@@ -154,9 +161,19 @@ def make_argument_error(
     kind = ArgumentTypeError if rule in _TYPE_RULES else ArgumentValueError
     listed = ", ".join(expected) if isinstance(expected, list) else expected
     named = f"argument '{argument}'"
-    error = kind(_RULES[rule].format(argument=named, expected=listed, got=got, other=other, index=index))
+    text = _RULES[rule].format(argument=named, expected=listed, got=got, other=other, index=index)
+    error = kind(text + _in_elements(expected, got) if rule == "counts_sum" else text)
     error.rule, error.argument, error.expected, error.got = rule, argument, expected, got
     return error
+
+
+def _in_elements(elements: int, counts: Any) -> str:
+    """What to pass instead of rows per rank, if that is what the counts look like."""
+    rows = sum(counts) if isinstance(counts, list) else 0
+    if rows <= 0 or elements % rows:
+        return ""
+    row = elements // rows
+    return f"\n  counts are elements, not rows: for rows of {row} pass {[n * row for n in counts]}"
 
 
 # In the order of `Code` in core/base/status.h.
@@ -172,24 +189,8 @@ _BY_CODE: tuple[type[UnisonoError], ...] = (
     HeapMemoryError,
     UnisonoError,
     SystemCallError,
+    DeadlockError,
 )
-
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_TORCH_DISTRIBUTED = os.sep + os.path.join("torch", "distributed") + os.sep
-
-
-def call_site() -> str:
-    """File and line of the nearest caller outside of unisono and torch.distributed: ``train.py:88``."""
-    frame = sys._getframe()
-    while frame is not None:
-        name = frame.f_code.co_filename
-        inside = name.startswith(_PACKAGE) and not name.endswith("demo.py")
-        if not inside and _TORCH_DISTRIBUTED not in name:
-            return f"{os.path.basename(name)}:{frame.f_lineno}"
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return ""
 
 
 def make_error(

@@ -7,7 +7,7 @@ it where it is. Allocation is local: no other rank takes part, and sizes may dif
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
 from torch import nn
@@ -34,41 +34,87 @@ _DLPACK: dict[torch.dtype, tuple[int, int]] = {
 }
 
 Anything = TypeVar("Anything", torch.Tensor, nn.Module)
+Dtype: TypeAlias = torch.dtype | None
+Device: TypeAlias = torch.device | str | None
 
 
 @overload
-def empty(size: Sequence[int], /, *, dtype: torch.dtype | None = None) -> torch.Tensor: ...
+def empty(
+    size: Sequence[int], /, *, dtype: Dtype = None, device: Device = None, requires_grad: bool = False
+) -> torch.Tensor: ...
 @overload
-def empty(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor: ...
-def empty(*size: object, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Makes an uninitialised tensor in shared memory.
+def empty(*size: int, dtype: Dtype = None, device: Device = None, requires_grad: bool = False) -> torch.Tensor: ...
+def empty(*size: object, dtype: Dtype = None, device: Device = None, requires_grad: bool = False) -> torch.Tensor:
+    """Makes an uninitialised tensor in shared memory; arguments as those of torch.empty.
 
     >>> import torch, unisono
     >>> t = unisono.empty(2, 3, dtype=torch.bfloat16)
     >>> t.shape, unisono.is_shared(t), unisono.is_shared(t[1])
     (torch.Size([2, 3]), True, True)
 
-    Raises HeapMemoryError when the machine or its cgroup has too little memory left.
+    Raises HeapMemoryError when the machine or its cgroup has too little memory left, ValueError for another device than
+    the CPU.
     """
+    if device is not None and torch.device(device).type != "cpu":
+        raise ValueError(f"shared memory is on the CPU, got device {device!r}; leave 'device' out or pass 'cpu'")
     dtype = dtype or torch.get_default_dtype()
     shape = list(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)  # type: ignore[call-overload]
     for n in shape:
         if n < 0:
             raise ValueError(f"sizes must not be negative, got {shape}")
     if dtype in _DLPACK:
-        return _core.empty(shape, *_DLPACK[dtype])
-    if dtype.itemsize == 1 and dtype.is_floating_point:  # the float8 family
-        return _core.empty(shape, 1, 8).view(dtype)
-    raise TypeError(f"unisono has no shared memory for dtype {dtype}")
+        made = _core.empty(shape, *_DLPACK[dtype])
+    elif dtype.itemsize == 1 and dtype.is_floating_point:  # the float8 family
+        made = _core.empty(shape, 1, 8).view(dtype)
+    else:
+        raise TypeError(f"unisono has no shared memory for dtype {dtype}")
+    return made.requires_grad_() if requires_grad else made
 
 
 @overload
-def zeros(size: Sequence[int], /, *, dtype: torch.dtype | None = None) -> torch.Tensor: ...
+def zeros(
+    size: Sequence[int], /, *, dtype: Dtype = None, device: Device = None, requires_grad: bool = False
+) -> torch.Tensor: ...
 @overload
-def zeros(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor: ...
-def zeros(*size: object, dtype: torch.dtype | None = None) -> torch.Tensor:
+def zeros(*size: int, dtype: Dtype = None, device: Device = None, requires_grad: bool = False) -> torch.Tensor: ...
+def zeros(*size: Any, dtype: Dtype = None, device: Device = None, requires_grad: bool = False) -> torch.Tensor:
     """Makes a tensor of zeros in shared memory; see :func:`empty`."""
-    return empty(*size, dtype=dtype).zero_()  # type: ignore[call-overload, no-any-return]
+    return empty(*size, dtype=dtype, device=device).zero_().requires_grad_(requires_grad)
+
+
+@overload
+def ones(
+    size: Sequence[int], /, *, dtype: Dtype = None, device: Device = None, requires_grad: bool = False
+) -> torch.Tensor: ...
+@overload
+def ones(*size: int, dtype: Dtype = None, device: Device = None, requires_grad: bool = False) -> torch.Tensor: ...
+def ones(*size: Any, dtype: Dtype = None, device: Device = None, requires_grad: bool = False) -> torch.Tensor:
+    """Makes a tensor of ones in shared memory; see :func:`empty`."""
+    return empty(*size, dtype=dtype, device=device).fill_(1).requires_grad_(requires_grad)
+
+
+def full(
+    size: Sequence[int], fill_value: Any, *, dtype: Dtype = None, device: Device = None, requires_grad: bool = False
+) -> torch.Tensor:
+    """Makes a tensor in shared memory that holds one value everywhere; the dtype follows from it as in torch.full.
+
+    >>> import unisono
+    >>> unisono.full((2,), 7)
+    tensor([7, 7])
+    """
+    dtype = dtype or torch.full((), fill_value).dtype
+    return empty(size, dtype=dtype, device=device).fill_(fill_value).requires_grad_(requires_grad)
+
+
+def tensor(data: Any, *, dtype: Dtype = None, device: Device = None, requires_grad: bool = False) -> torch.Tensor:
+    """Makes a tensor in shared memory from numbers, lists or an array, as torch.tensor does elsewhere.
+
+    >>> import unisono
+    >>> unisono.tensor([[1.0, 2.0], [3.0, 4.0]]).sum()
+    tensor(10.)
+    """
+    source = torch.tensor(data, dtype=dtype)
+    return empty(source.shape, dtype=source.dtype, device=device).copy_(source).requires_grad_(requires_grad)
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,8 +125,8 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy if it has gaps or is a lazy view: what a transport can read."""
-    if tensor.layout is not torch.strided:
-        return tensor  # the transport says whether it takes it
+    if _core.is_plain(tensor) or tensor.layout is not torch.strided:
+        return tensor  # if it is sparse, the transport says whether it takes it
     return tensor.contiguous().resolve_conj().resolve_neg()
 
 
@@ -88,7 +134,7 @@ def is_shared(tensor: torch.Tensor) -> bool:
     """Says whether a tensor's bytes are in the heap, of this process or of another rank; views count."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"is_shared takes a torch.Tensor, got {type(tensor).__name__}")
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and _core.in_region(tensor.data_ptr())
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and _core.is_reachable(tensor.data_ptr())
 
 
 def to_shared_(what: Anything) -> Anything:

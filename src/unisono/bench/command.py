@@ -13,9 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from . import born
 from .apart.cases import FLOATS, ITEM_BYTES, OPS, REDOPS
 from .builds import TURNS, compare_builds
 from .contenders import EVEN, KINDS, WAYS, Order
+from .hosts import SIZES as HOST_SIZES
+from .hosts import HostRanks, Layout, add_options, check_options, host_lines
 from .neighbours import busy_neighbours
 from .peers import PEERS
 from .plan import (
@@ -71,8 +74,10 @@ examples:
   unisono bench small --builds old/bin/python,new/bin/python        two builds by turns
   unisono bench ddp_step -b 1400K -e 1400K -n 3 --busy 2 --pin      pinned, beside two busy processes
   unisono bench ddp_matrix                                          gloo / unisono on busy machines
+  unisono bench born                                                tensors born shared, against ordinary ones
   unisono bench --targets --against all -J targets.json             what is promised, met or missed
   unisono bench scaling -n 1,2,4,8 --plot scaling.png               how cost grows
+  unisono bench --hosts 2x2 --rate 10G --interleaved                two hosts in network namespaces, against gloo
   torchrun --nproc-per-node=2 -m unisono.cli bench all_reduce       on ranks of torchrun or mpiexec
 """
 
@@ -136,6 +141,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--quota", type=percent, metavar="P[,P...]", help="all ranks together get P %% of one CPU: a cgroup, needs root"
     )
     what("--targets", action="store_true", help="say what is met and missed; without op: measure just what that needs")
+    add_options(parser)
     how = parser.add_argument_group("how").add_argument
     how("-c", dest="check", type=int, choices=(0, 1), default=1, help="check results before timing (default 1)")
     how("--rounds", type=int, metavar="N", help="rounds per row (default: as many as fit, at least 15)")
@@ -173,6 +179,7 @@ def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
         parser.error(f"-n {','.join(map(str, args.ranks))}: the launcher has started {given} ranks")
     if given is not None and (args.pin or args.quota):
         parser.error("--pin and --quota are for ranks started here, not for those of a launcher")
+    check_options(parser, args)
     if any(args.quota or []) and (why := why_no_quota()):
         parser.error(f"--quota: {why}")
     if args.plot is not None:
@@ -207,8 +214,8 @@ def plan(args: argparse.Namespace) -> list[Item]:
         ops = op_names()
     if scaling and given is None:
         ranks = args.ranks or list(SCALING_RANKS)
-    if scaling and args.least is None and args.most is None and args.factor is None:
-        sizes = list(SCALING_SIZES)
+    if (scaling or args.hosts) and args.least is None and args.most is None and args.factor is None:
+        sizes = list(HOST_SIZES if args.hosts else SCALING_SIZES)
     else:
         sizes = sizes_between(
             args.least or min(8, args.most or 8), args.most or max(256 << 20, args.least or 0), args.factor or 4
@@ -242,7 +249,9 @@ def opened(args: argparse.Namespace, size: int, pin: bool, quota: int, items: li
     backend = any(item.case.op == "ddp_step" or any(way != "group" for way in item.ways) for item in items)
     peers = [name for name in args.against if name in PEERS]
     ranks: BenchRanks
-    if given_size() is not None:
+    if args.hosts is not None:
+        ranks = HostRanks(Layout(args.hosts, args.interleaved, args.rate), gloo, backend, pin)
+    elif given_size() is not None:
         ranks = GivenRanks(gloo, backend, peers)
     else:
         ranks = StartedRanks(size, gloo, backend, peers, pin, quota)
@@ -317,6 +326,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     command = list(sys.argv[1:] if argv is None else argv)
+    if command[:1] == ["born"]:  # a table of its own
+        return born.main(command[1:])
     parser = make_parser()
     args = parser.parse_args(argv)
     if args.setup_peers:
@@ -342,7 +353,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(scaling_lines(document)))
     if document.get("view") == "small":
         print("\n".join(small_lines(rows)))
-    for lines in (matrix_lines(rows), standing_lines(rows)):
+    for lines in (host_lines(rows), matrix_lines(rows), standing_lines(rows)):
         if lines:
             print("\n".join(lines))
     if args.targets:

@@ -1,12 +1,13 @@
 """How fast the fused matmuls are, against what else a user could write, interleaved round by round in one run.
 
     python -m unisono.bench.fused
-    python -m unisono.bench_fused --rows 1 8 64 --dtype float16 --rounds 50 --json
+    python -m unisono.bench.fused --rows 1 8 64 --dtype float16 --rounds 50 --json
 
 Every rank holds ``--groups`` pairs ``x [rows, k] @ weight [k, n]``; the products are summed over the ranks. Contenders:
 
     plain      grouped_matmul_all_reduce on the weights as they are
     prepared   the same on PreparedWeight
+    tree       as plain, with order="tree"
     knowing    the best a knowing user can write: every weight turned into float32 in a buffer that stays in cache,
                torch.mm of that into shared memory that was made before, one unisono all_reduce, rounding
     sgemm      nothing but the float32 torch.mm calls, on weights and x that are float32 already
@@ -36,7 +37,7 @@ from unisono.testing import RankPool
 
 ROWS = (1, 2, 4, 8, 64, 128, 256, 512)
 DTYPES = ("float16", "bfloat16", "float32")
-CONTENDERS = ("plain", "prepared", "knowing", "sgemm", "torch")
+CONTENDERS = ("plain", "prepared", "tree", "knowing", "sgemm", "torch")
 _LONG_S = 0.25  # a contender that takes this long has two rounds only
 
 
@@ -154,20 +155,23 @@ def _calls(group: Group, dtype: torch.dtype, groups: int, m: int, k: int, n: int
     return {
         "plain": lambda: _run(x, weight, group),
         "prepared": lambda: _run(x, prepared, group),
+        "tree": lambda: _run(x, weight, group, "tree"),
         "knowing": knowing,
         "sgemm": sgemm,
         "torch": by_torch,
     }
 
 
-def _run(x: Any, weight: Any, group: Group) -> torch.Tensor:
-    y = unisono.grouped_matmul_all_reduce(x, weight, group, split_item=2)
+def _run(x: Any, weight: Any, group: Group, order: str | None = None) -> torch.Tensor:
+    y = unisono.grouped_matmul_all_reduce(x, weight, group, split_item=2, order=order)
     return y[0].view(len(x), -1, y[0].shape[1])
 
 
 HEADER = (
-    f"{'dtype':>9} {'rows':>5} | {'plain':>9} {'prepared':>9} {'knowing':>9} {'sgemm':>9} {'torch':>10}  ms |"
+    f"{'dtype':>9} {'rows':>5} |"
+    f" {'plain':>9} {'prepared':>9} {'tree':>9} {'knowing':>9} {'sgemm':>9} {'torch':>10}  ms |"
     f" {'torch/plain':>11} {'know/plain':>10} {'know/prep':>9} {'plain/sgemm':>11} {'prep/sgemm':>10}"
+    f" {'tree/plain':>10}"
 )
 
 
@@ -179,6 +183,7 @@ def line(row: FusedRow) -> str:
         ("knowing", "prepared", 9),
         ("plain", "sgemm", 11),
         ("prepared", "sgemm", 10),
+        ("tree", "plain", 10),
     )
     ratios = [f"{'-' if (r := row.ratio(a, b)) is None else f'{r:.2f}':>{width}}" for a, b, width in pairs]
     times = [f"{row.ms[c]:>{10 if c == 'torch' else 9}.3f}" if c in row.ms else f"{'-':>9}" for c in CONTENDERS]

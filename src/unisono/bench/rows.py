@@ -15,7 +15,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ import torch.distributed as dist
 from .apart.cases import OPS, Case, Lacking
 from .apart.turns import Channel, accept, listen
 from .contenders import LIMIT, Contender, Groups, Order, contenders_of
+from .cpus import pin_to_one, using
+from .host_bytes import count_sent
 from .peers import SILENCE_S, Team, start_teams
 from .ratios import FEWEST_ROUNDS, summary
 
@@ -58,6 +60,7 @@ class Stage:
     groups: Groups
     channels: list[Channel]  # rank 0: to every other rank; the others: to rank 0
     cpus: set[int]  # that any of the ranks may use
+    namespaces: Sequence[str] = ()  # of the hosts, if there are several
     teams: dict[str, list[Team]] = field(default_factory=dict)
     lacks: dict[str, str] = field(default_factory=dict)
     hopeless: Counter[tuple[str, str]] = field(default_factory=Counter)  # rows, by peer and operation
@@ -71,13 +74,16 @@ def settle(group: Group, pin: bool, tasks: str | None) -> None:
     if tasks is not None:
         Path(tasks).write_text(str(os.getpid()))
     if pin:
-        cpus = sorted(os.sched_getaffinity(0))
-        for thread in os.listdir("/proc/self/task"):  # what this thread starts later follows it
-            os.sched_setaffinity(int(thread), {cpus[group.rank % len(cpus)]})
+        pin_to_one(group.rank)
 
 
-def join(group: Group, folder: str, gloo: bool, backend: bool, peers: list[str]) -> dict[str, Any]:
-    """Connect the ranks for turn-taking, and in process groups; rank 0 starts the peers and says what it found."""
+def join(
+    group: Group, folder: str, gloo: bool, backend: bool, peers: list[str], namespaces: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Connect the ranks for turn-taking, and in process groups; rank 0 starts the peers and says what it found.
+
+    `namespaces` are those of the hosts that the ranks are in, if there are several.
+    """
     global _stage
     path = os.path.join(folder, "turns")
     if group.rank == 0:
@@ -98,9 +104,9 @@ def join(group: Group, folder: str, gloo: bool, backend: bool, peers: list[str])
             groups.backend = dist.new_group(backend="unisono")
         except (ValueError, RuntimeError, ImportError) as error:
             groups.backend_lacks = str(error).splitlines()[0]
-    _stage = Stage(groups, channels, _all_cpus(group.rank, channels))
+    _stage = Stage(groups, channels, _all_cpus(group.rank, channels), namespaces)
     if group.rank == 0 and peers:
-        with _using(_stage.cpus):
+        with using(_stage.cpus):
             crowded = group.size > len(_stage.cpus)
             _stage.teams, _stage.lacks = start_teams(peers, group.size, crowded, folder)
     libraries = {name: _stage.teams[name][0].library for name in _stage.teams}
@@ -114,18 +120,6 @@ def _all_cpus(rank: int, channels: list[Channel]) -> set[int]:
         channels[0].send(sorted(mine))
         return mine
     return mine.union(*(channel.receive(SILENCE_S) for channel in channels))
-
-
-@contextlib.contextmanager
-def _using(cpus: set[int]) -> Iterator[None]:
-    """What is started inside, processes and threads, may use these CPUs."""
-    before = os.sched_getaffinity(0)
-    with contextlib.suppress(OSError):  # where that is forbidden, they share what this rank has
-        os.sched_setaffinity(0, cpus)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def leave(group: Group) -> None:
@@ -264,8 +258,8 @@ def _lead(
         for number, contender in enumerate(found):
             turns.setdefault(contender.name, {})[contender.variant] = local_turn(number)
         chosen = {name: _fastest(variants, case) for name, variants in turns.items()}
-        if LIMIT not in chosen and not _moves_nothing(case):
-            with _using(stage.cpus):
+        if LIMIT not in chosen and not _moves_nothing(case) and not stage.namespaces:
+            with using(stage.cpus):
                 yardstick = _yardstick(case)
             variant = f"{yardstick.variant}, {yardstick.threads} threads"
             chosen[LIMIT] = (variant, lambda untimed, calls: float(yardstick.round(calls, untimed)))
@@ -281,6 +275,7 @@ def _lead(
                 lacks[name] = str(why)
                 stage.hopeless[name, case.op] += isinstance(why, Hopeless)
         rounds = _take_turns(chosen, case, order, warmup, crowded, lacks)
+        sent = {name: count_sent(stage.namespaces, chosen[name][1], case) for name in rounds if stage.namespaces}
     results: dict[str, Any] = {}
     for name, (batch, seconds) in rounds.items():
         variant = chosen[name][0]
@@ -290,6 +285,7 @@ def _lead(
             "batch": batch,
             "variant": variant,
             "wrong": wrong.get(name),
+            **({"sent": sent[name]} if sent else {}),
         }
     return results
 

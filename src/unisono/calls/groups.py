@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
 from ..base.handle import Handle
 from ..base.work import Work
@@ -36,10 +36,7 @@ def group_rank(function: str, argument: str, rank: Any, group: GroupLike) -> int
     """The rank in the group of a process given by its global rank, as torch and MindSpore count ``src`` and ``dst``."""
     if not isinstance(rank, int) or isinstance(rank, bool):
         raise TypeError(f"For {function}, the {argument} must be int\n  got {type(rank).__name__}")
-    ours = getattr(distributed_c10d._world.default_pg if group is None else group, "unisono_group", None)
-    ranks = global_ranks(member(function, group)) if ours is None else ours.ranks
-    if 0 <= rank < len(ranks) and ranks[rank] == rank:  # so it is in the default group
-        return rank
+    ranks = global_ranks(member(function, group))
     if rank not in ranks:
         raise ValueError(f"For {function}, the {argument} must be one of the group's ranks {list(ranks)}, got {rank}")
     return ranks.index(rank)

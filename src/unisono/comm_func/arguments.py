@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
+from .. import _core
 from ..base import ops
 from ..calls.splits import SplitsLike, Words, cut, splits_of
 
 #: The strings an ``op`` may be.
 OPS = ("sum", "prod", "min", "max", "avg")
+SUM = OPS[0]  # strings of a program's text are one object, so the usual op is told by "is", which costs nothing
 
 
 def expect_tensor(function: str, got: object) -> None:
@@ -53,19 +55,11 @@ def row_count(tensor: Tensor) -> int:
     return tensor.shape[0] if tensor.dim() else 1
 
 
-def equal_rows(tensor: Tensor, size: int) -> int:
-    """Rows per rank when a tensor's are dealt out evenly."""
-    rows = row_count(tensor)
-    if rows % size:
-        raise ValueError(
-            "the first dimension for 'input_shape' must be divided by 'rank_size', "
-            f"but got input_shape[0]: {rows}, rank_size: {size}"
-        )
-    return rows // size
-
-
 def uneven_rows(sizes: SplitsLike, tensor: Tensor, rank: int, size: int, gathers: bool) -> tuple[int, Sequence[int]]:
     """Rows of the result, and the elements of each rank's part, checked; ``gathers``: the tensor is a part itself."""
+    usual = None if is_dynamo_compiling() else _core.cut_tensor(sizes, tensor, rank, size, gathers)
+    if usual is not None:
+        return usual
     if type(sizes) is str or type(sizes) in ops.TORCH_CLASSES:
         raise TypeError(f"the split sizes come before 'op': expected a list of whole numbers, or None, got {sizes}")
     sizes = _read(sizes)
@@ -101,15 +95,7 @@ def exchange_counts(function: str, side: str, sizes: Any, shape: Sequence[int], 
 
 
 def _read(sizes: SplitsLike) -> Sequence[int]:
-    """Splits as a list or a tuple of plain numbers, read once; symbols, while compiling."""
+    """Splits as a tuple of plain numbers, read once; symbols, while compiling."""
     if sizes is None:
         return ()
-    if is_compiling():
-        return tuple(sizes)
-    if type(sizes) is list:
-        for n in sizes:
-            if type(n) is not int:
-                break
-        else:
-            return sizes
-    return splits_of(sizes)
+    return tuple(sizes) if is_compiling() else splits_of(sizes)

@@ -1,7 +1,7 @@
 """The functional collectives: input left alone, result returned.
 
-The transport makes the result: an output that is a number says how many rows it has, -1 for as many as the input. On
-groups of ours results lie in shared memory, so the next call on them copies nothing.
+The transport makes the result: an output that is a number says how many rows it has, -1 for as many as the verb gives.
+On groups of ours results lie in shared memory, so the next call on them copies nothing.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from ..base.handle import Handle
-from ..calls.groups import group_rank, outside
+from ..calls.groups import outside
 from ..calls.splits import SplitsLike
 from ..group.names import GroupLike
 from ..transport.find import find_for_barrier
-from .arguments import equal_rows, reduction, row_count, uneven_rows
-from .dispatch import transport
-from .operators import or_nothing
+from .arguments import SUM, reduction, uneven_rows
+from .dispatch import rooted, transport
 
 
 def all_reduce(
@@ -30,7 +29,7 @@ def all_reduce(
 
     ``op`` is sum, prod, min, max, avg, or a torch ReduceOp. Differentiable.
     """
-    op, factor = reduction("all_reduce", op)
+    op, factor = (op, None) if op is SUM else reduction("all_reduce", op)
     made = transport("all_reduce", group, tensor).all_reduce(tensor, -1, op, factor, None, async_op)
     return (made.outputs, made) if async_op else (made, None)
 
@@ -45,8 +44,7 @@ def all_gather_into_tensor(
 
     Tensors must have the same shape on all ranks; a 0-dim tensor counts as one row. Differentiable.
     """
-    found = transport("all_gather_into_tensor", group, tensor)
-    made = found.all_gather(found.size * row_count(tensor), tensor, None, None, async_op)
+    made = transport("all_gather_into_tensor", group, tensor).all_gather(-1, tensor, None, None, async_op)
     return (made.outputs, made) if async_op else (made, None)
 
 
@@ -76,9 +74,9 @@ def reduce_scatter_tensor(
 
     Dimension 0 must be a multiple of the group's size. Differentiable.
     """
-    op, factor = reduction("reduce_scatter_tensor", op)
+    op, factor = (op, None) if op is SUM else reduction("reduce_scatter_tensor", op)
     found = transport("reduce_scatter_tensor", group, tensor)
-    made = found.reduce_scatter(equal_rows(tensor, found.size), tensor, None, op, factor, None, async_op)
+    made = found.reduce_scatter(-1, tensor, None, op, factor, None, async_op)
     return (made.outputs, made) if async_op else (made, None)
 
 
@@ -96,7 +94,7 @@ def reduce_scatter_tensor_uneven(
 
     None, or an empty list: equal shares. Differentiable.
     """
-    op, factor = reduction("reduce_scatter_tensor_uneven", op)
+    op, factor = (op, None) if op is SUM else reduction("reduce_scatter_tensor_uneven", op)
     found = transport("reduce_scatter_tensor_uneven", group, tensor)
     rows, counts = uneven_rows(input_split_sizes, tensor, found.rank, found.size, gathers=False)
     made = found.reduce_scatter(rows, tensor, counts, op, factor, None, async_op)
@@ -111,9 +109,10 @@ def reduce(tensor: Tensor, dst: int, op: Any = "sum", group: GroupLike = None) -
 
     ``dst`` is a global rank. Differentiable.
     """
-    op, factor = reduction("reduce", op)
-    root = group_rank("reduce", "dst", dst, group)
-    return or_nothing(transport("reduce", group, tensor).reduce(tensor, root, -1, op, factor, None, False), tensor)
+    op, factor = (op, None) if op is SUM else reduction("reduce", op)
+    found, root = rooted("reduce", group, tensor, "dst", dst)
+    made: Tensor = found.reduce(tensor, root, -1, op, factor, None, False)
+    return made
 
 
 def broadcast(tensor: Tensor, src: int = 0, group: GroupLike = None) -> Tensor:
@@ -124,8 +123,8 @@ def broadcast(tensor: Tensor, src: int = 0, group: GroupLike = None) -> Tensor:
 
     ``src`` is a global rank. Differentiable.
     """
-    root = group_rank("broadcast", "src", src, group)
-    made: Tensor = transport("broadcast", group, tensor).broadcast(tensor, root, -1, None, False)
+    found, root = rooted("broadcast", group, tensor, "src", src)
+    made: Tensor = found.broadcast(tensor, root, -1, None, False)
     return made
 
 
@@ -137,9 +136,8 @@ def scatter_tensor(tensor: Tensor, src: int = 0, group: GroupLike = None) -> Ten
 
     ``src`` is a global rank. Differentiable.
     """
-    root = group_rank("scatter_tensor", "src", src, group)
-    found = transport("scatter_tensor", group, tensor)
-    made: Tensor = found.scatter(equal_rows(tensor, found.size), tensor, root, None, None, False)
+    found, root = rooted("scatter_tensor", group, tensor, "src", src)
+    made: Tensor = found.scatter(-1, tensor, root, None, None, False)
     return made
 
 
@@ -151,9 +149,9 @@ def gather_into_tensor(tensor: Tensor, dst: int = 0, group: GroupLike = None) ->
 
     ``dst`` is a global rank. Differentiable.
     """
-    root = group_rank("gather_into_tensor", "dst", dst, group)
-    found = transport("gather_into_tensor", group, tensor)
-    return or_nothing(found.gather(found.size * row_count(tensor), tensor, root, None, None, False), tensor)
+    found, root = rooted("gather_into_tensor", group, tensor, "dst", dst)
+    made: Tensor = found.gather(-1, tensor, root, None, None, False)
+    return made
 
 
 def barrier(group: GroupLike = None) -> None:

@@ -1,4 +1,9 @@
-"""Which way a functional call takes: the group's transport itself, or the operators of torch that call it."""
+"""Which way a functional call takes: the group's transport itself, or the operators of torch that call it.
+
+What decides is asked in the binding (``core/python/usual.h``), in one step, since it is on the way of every small call.
+The transport is called as ``unisono.transport.protocol.Transport`` says, with a number or shapes as output: it makes
+the result. So are the operators.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +12,52 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
-from ..calls.groups import outside, place
+from .._core import usual_partner, usual_transport, usual_transport_of_all
+from ..calls.groups import group_rank, outside, place
 from ..group.names import GroupLike
 from ..transport.find import find
 from .arguments import expect_tensor
 from .operators import Operators
 
-_modes = torch._C._len_torch_dispatch_stack
-_grad_enabled = torch.is_grad_enabled
-_WITHOUT_BEHAVIOUR = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
-
 
 def transport(function: str, group: GroupLike, tensor: Tensor) -> Any:
-    """The verbs of the group: its transport, unless there is something to differentiate, trace or fake.
-
-    They are called as ``unisono.transport.protocol.Transport`` says, with a number as output: they make the result.
-    """
-    if (
-        not is_compiling()
-        and type(tensor) in _WITHOUT_BEHAVIOUR
-        and not (tensor.requires_grad and _grad_enabled())
-        and not _modes()
-    ):
+    """The verbs of the group: its transport, unless there is something to differentiate, trace or fake."""
+    found = False if is_dynamo_compiling() else usual_transport(group, tensor)
+    if found is None:
         return find(group, tensor) or outside(function, group)
-    expect_tensor(function, tensor)
-    return Operators(*place(function, group))
+    if found is False:
+        expect_tensor(function, tensor)
+        return _operators(function, group, (tensor,))
+    return found
 
 
 def transport_of_all(function: str, group: GroupLike, tensors: Sequence[Tensor]) -> Any:
     """As :func:`transport`, for a call of several tensors: operators, if one of them needs it."""
-    if not tensors or is_compiling():
-        return Operators(*place(function, group))
-    return transport(function, group, max(tensors, key=lambda t: (type(t) not in _WITHOUT_BEHAVIOUR, t.requires_grad)))
+    found = False if is_dynamo_compiling() else usual_transport_of_all(group, tensors)
+    if found is None:
+        return find(group, tensors[0]) or outside(function, group)
+    return _operators(function, group, tensors) if found is False else found
+
+
+def rooted(function: str, group: GroupLike, tensor: Tensor, argument: str, rank: int) -> tuple[Any, int]:
+    """As :func:`transport`, and with it the rank in the group of a root given by its global rank."""
+    found = None if is_dynamo_compiling() else usual_partner(group, tensor, rank)
+    if found is None:
+        root = group_rank(function, argument, rank, group)
+        return transport(function, group, tensor), root
+    return found
+
+
+def _operators(function: str, group: GroupLike, tensors: Sequence[Tensor]) -> Operators:
+    """The verbs as operators of torch, which have a backward but would drop the tangents of forward mode."""
+    if not is_dynamo_compiling() and forward_ad._current_level >= 0:
+        for tensor in filter(torch.is_tensor, tensors):
+            if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+                raise NotImplementedError(
+                    f"For {function}, there are no forward-mode derivatives, and the tensor has a tangent; "
+                    "use backward, or torch.autograd.forward_ad.unpack_dual(tensor).primal"
+                )
+    return Operators(*place(function, group))

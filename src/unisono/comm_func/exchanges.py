@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.compiler import is_compiling, is_dynamo_compiling
 
+from .. import _core
 from ..base.handle import Handle
 from ..base.tensors import plain
 from ..calls.groups import transport as transport_of_group
 from ..group.names import GroupLike
-from ..transport.protocol import Transport
 from .arguments import exchange_counts, row_count
 from .dispatch import transport, transport_of_all
-from .operators import Operators
 
 Shape = Tensor | Sequence[int]
 
@@ -35,35 +35,30 @@ def all_to_all_with_output_shape(
     A tensor in ``output_shape_list`` gives its shape. Differentiable.
     """
     function = "all_to_all_with_output_shape"
-    for items in (input_tensor_list, output_shape_list):
+    found = transport_of_all(function, group, input_tensor_list)
+    if is_dynamo_compiling() or not _core.are_exchanged(output_shape_list, input_tensor_list, found.size):
+        output_shape_list = _check_lists(function, output_shape_list, input_tensor_list, found.size)
+    made = found.all_to_all(output_shape_list, input_tensor_list, None, None, None, async_op)
+    return (made.outputs, made) if async_op else (made, None)
+
+
+def _check_lists(function: str, shapes: Sequence[Shape], tensors: Sequence[Tensor], size: int) -> list[tuple[int, ...]]:
+    """The shapes, all written as such, if the lists are fit for an exchange."""
+    for items in (tensors, shapes):
         if not isinstance(items, (list, tuple)):
             raise TypeError(f"Expected list or tuple, but got {type(items)}.")
-    for tensor in input_tensor_list:
+    for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"Expected tensor, but got {type(tensor)}")
-    shapes = [_shape(shape) for shape in output_shape_list]
-    found = transport_of_all(function, group, input_tensor_list)
-    for argument, items in (("input_tensor_list", input_tensor_list), ("output_shape_list", shapes)):
-        if len(items) != found.size:
-            raise ValueError(
-                f"For {function}, '{argument}' must have one entry per rank: {found.size}, got {len(items)}"
-            )
-    dtype = input_tensor_list[0].dtype
-    for tensor in input_tensor_list:
+    written = [_shape(shape) for shape in shapes]
+    for argument, items in (("input_tensor_list", tensors), ("output_shape_list", written)):
+        if len(items) != size:
+            raise ValueError(f"For {function}, '{argument}' must have one entry per rank: {size}, got {len(items)}")
+    dtype = tensors[0].dtype
+    for tensor in tensors:
         if tensor.dtype != dtype:
             raise TypeError(f"all_to_all input dtype must be the same, but got {dtype} and {tensor.dtype}.")
-    if not isinstance(found, Operators):  # nothing is put together, nothing is cut
-        inputs = [plain(tensor) for tensor in input_tensor_list]
-        outputs = tuple([_new(found, inputs[0], shape) for shape in shapes])
-        handle = found.all_to_all(outputs, inputs, None, None, None, async_op)
-        return outputs, None if handle is None else handle.of(outputs)
-    joined = torch.cat([tensor.reshape(-1) for tensor in input_tensor_list])
-    received = [math.prod(shape) for shape in shapes]
-    sent = [tensor.numel() for tensor in input_tensor_list]
-    made = found.all_to_all(sum(received), joined, received, sent, None, async_op)
-    whole = made.outputs if async_op else made
-    outputs = tuple(part.reshape(shape) for part, shape in zip(torch.split(whole, received), shapes, strict=True))
-    return outputs, made.of(outputs) if async_op else None
+    return written
 
 
 def all_to_all_single_with_output_shape(
@@ -84,8 +79,13 @@ def all_to_all_single_with_output_shape(
     function = "all_to_all_single_with_output_shape"
     if not isinstance(tensor, Tensor):
         raise TypeError(f"Expected tensor, but got {type(tensor)}")
-    shape = _shape(output_shape)
     found = transport(function, group, tensor)
+    splits = (output_split_sizes, input_split_sizes)
+    usual = None if is_dynamo_compiling() else _core.cut_exchange(output_shape, tensor, *splits, found.size)
+    if usual is not None:
+        made = found.all_to_all(usual[0], tensor, usual[1], usual[2], None, async_op)
+        return (made.outputs, made) if async_op else (made, None)
+    shape = _shape(output_shape)
     output_counts = exchange_counts(function, "output", output_split_sizes, shape, found.size)
     input_counts = exchange_counts(function, "input", input_split_sizes, tensor.shape, found.size)
     as_asked = len(shape) > 0 and shape[1:] == tensor.shape[1:]  # else only the elements count
@@ -109,12 +109,23 @@ def all_to_all_v_c(
     for tensor in (input, output):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"Expected tensor, but got {type(tensor)}")
+    found = transport_of_group("all_to_all_v_c", group, input)
+    counts = None
+    if type(send_count_matrix) is list and send_count_matrix and type(send_count_matrix[0]) is int:
+        counts = _core.cut_by_matrix(output, input, send_count_matrix, found.rank, found.size)
+    received, sent = counts or _cut_by_matrix(output, input, send_count_matrix, found.rank, found.size)
+    handle: Handle | None = found.all_to_all(output, plain(input), received, sent, None, async_op)
+    return handle
+
+
+def _cut_by_matrix(
+    output: Tensor, input: Tensor, send_count_matrix: Any, rank: int, size: int
+) -> tuple[list[int], list[int]]:
+    """The elements this rank receives from each and sends to each, checked."""
     if not isinstance(send_count_matrix, list):
         raise TypeError(f"send_count_matrix must be list, but got {type(send_count_matrix)}")
     if not all(isinstance(n, int) for n in send_count_matrix):
         raise TypeError("send_count_matrix elements must be of type int")
-    found = transport_of_group("all_to_all_v_c", group, input)
-    rank, size = found.rank, found.size
     if size * size != len(send_count_matrix):
         raise TypeError(
             f"send_count_matrix must be square matrix, but got {len(send_count_matrix)}.\n"
@@ -131,15 +142,7 @@ def all_to_all_v_c(
             raise ValueError(
                 f"For all_to_all_v_c, this rank's counts must add up to the {rows} rows of '{argument}', got {counts}"
             )
-    if row != 1:
-        received, sent = [n * row for n in received], [n * row for n in sent]
-    handle: Handle | None = found.all_to_all(output, plain(input), received, sent, None, async_op)
-    return handle
-
-
-def _new(found: Transport, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    made = found.new_rows(like if like.dim() == 1 else like.view(-1), math.prod(shape))
-    return like.new_empty(shape) if made is None else made if len(shape) == 1 else made.view(shape)
+    return [n * row for n in received], [n * row for n in sent]
 
 
 def _shape(shape: Any) -> tuple[int, ...]:
@@ -147,4 +150,4 @@ def _shape(shape: Any) -> tuple[int, ...]:
         return tuple(shape.shape)
     if not isinstance(shape, (tuple, list)):
         raise TypeError(f"Expected tensor or tuple, but got {type(shape)}")
-    return tuple(shape)
+    return tuple(shape) if is_compiling() else tuple(map(index, shape))

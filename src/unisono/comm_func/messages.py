@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core import usual_partner
 from ..base.handle import Handle
 from ..base.tensors import plain
 from ..calls.groups import group_rank, transport
@@ -46,6 +47,9 @@ def irecv(tensor: Tensor, src: int = 0, group: GroupLike = None, tag: int = 0) -
 
 def _partner(function: str, tensor: Tensor, argument: str, rank: int, group: GroupLike) -> tuple[Transport, int]:
     """The group's transport, and the partner's rank in the group."""
+    found = usual_partner(group, tensor, rank)
+    if found is not None:
+        return found
     expect_tensor(function, tensor)
     return transport(function, group, tensor), group_rank(function, argument, rank, group)
 

@@ -10,6 +10,7 @@ these operators, so it can be differentiated again. All ranks must take part in 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from torch.library import custom_op
 
 from ..base.handle import Finished, Handle
 from ..transport.find import find
+from ..transport.outputs import are_shapes, rows_of
 from ..transport.protocol import Counts, Factor, Seconds, Transport
 from . import inductor
 
@@ -60,11 +62,6 @@ def _new(made: Any) -> Tensor:
     return made  # type: ignore[no-any-return]
 
 
-def or_nothing(made: Tensor | None, tensor: Tensor) -> Tensor:
-    """The result or, for ranks that receive none, MindSpore's tensor of shape [1], always 0."""
-    return tensor.new_zeros(1) if made is None else made
-
-
 # -- the operators
 
 
@@ -79,7 +76,7 @@ def all_reduce(tensor: Tensor, op: str, factor: float | None, rank: int, size: i
 def reduce(tensor: Tensor, root: int, op: str, factor: float | None, rank: int, size: int, group: str) -> Tensor:
     """Root: the ranks' tensors combined; others: a 0."""
     where = _transport(group, rank, size, tensor)
-    return or_nothing(where.reduce(tensor, root, -1, op, _factor(op, factor), None, False), tensor)
+    return _new(where.reduce(tensor, root, -1, op, _factor(op, factor), None, False))
 
 
 @custom_op("unisono::broadcast", mutates_args=())
@@ -113,8 +110,7 @@ def scatter(tensor: Tensor, rows: int, root: int, rank: int, size: int, group: s
 @custom_op("unisono::gather", mutates_args=())
 def gather(tensor: Tensor, rows: int, root: int, rank: int, size: int, group: str) -> Tensor:
     """Root: the ranks' rows behind one another; others: a 0."""
-    where = _transport(group, rank, size, tensor)
-    return or_nothing(where.gather(rows, tensor, root, None, None, False), tensor)
+    return _new(_transport(group, rank, size, tensor).gather(rows, tensor, root, None, None, False))
 
 
 @custom_op("unisono::all_to_all", mutates_args=())
@@ -187,23 +183,39 @@ class Operators:
         return self._start(async_op, "broadcast", broadcast, tensor, root)
 
     def all_gather(self, rows: int, tensor: Tensor, counts: Counts, timeout_s: Seconds, async_op: bool) -> Any:
-        return self._start(async_op, "all_gather", all_gather, _as_rows(tensor), rows, counts)
+        return self._start(async_op, "all_gather", all_gather, *self._rows("all_gather", rows, tensor), counts)
 
     def reduce_scatter(
         self, rows: int, tensor: Tensor, counts: Counts, op: str, factor: Factor, timeout_s: Seconds, async_op: bool
     ) -> Any:
-        return self._start(async_op, "reduce_scatter", reduce_scatter, _as_rows(tensor), rows, counts, op, factor)
+        whole = self._rows("reduce_scatter", rows, tensor)
+        return self._start(async_op, "reduce_scatter", reduce_scatter, *whole, counts, op, factor)
 
     def scatter(self, rows: int, tensor: Tensor, root: int, counts: Counts, timeout_s: Seconds, async_op: bool) -> Any:
-        return self._start(async_op, "scatter", scatter, _as_rows(tensor), rows, root)
+        return self._start(async_op, "scatter", scatter, *self._rows("scatter", rows, tensor), root)
 
     def gather(self, rows: int, tensor: Tensor, root: int, counts: Counts, timeout_s: Seconds, async_op: bool) -> Any:
-        return self._start(async_op, "gather", gather, _as_rows(tensor), rows, root)
+        return self._start(async_op, "gather", gather, *self._rows("gather", rows, tensor), root)
 
     def all_to_all(
-        self, rows: int, tensor: Tensor, output_counts: Counts, input_counts: Counts, timeout_s: Seconds, async_op: bool
+        self, rows: Any, tensor: Any, output_counts: Counts, input_counts: Counts, timeout_s: Seconds, async_op: bool
     ) -> Any:
+        if are_shapes(rows):
+            return self._exchange_lists(rows, tensor, async_op)
         return self._start(async_op, "all_to_all", all_to_all, _as_rows(tensor), rows, output_counts, input_counts)
+
+    def _exchange_lists(self, shapes: Sequence[Sequence[int]], tensors: Sequence[Tensor], async_op: bool) -> Any:
+        """One tensor for each rank, put together for the operator and cut afterwards."""
+        joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        received, sent = [math.prod(shape) for shape in shapes], [tensor.numel() for tensor in tensors]
+        made = self._start(async_op, "all_to_all", all_to_all, joined, sum(received), received, sent)
+        parts = torch.split(made.outputs if async_op else made, received)
+        outputs = tuple(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
+        return made.of(outputs) if async_op else outputs
+
+    def _rows(self, verb: str, rows: int, tensor: Tensor) -> tuple[Tensor, int]:
+        """The input with at least one dimension, and the rows of the result."""
+        return _as_rows(tensor), rows_of(verb, tensor, self.size) if rows < 0 else rows
 
     def _start(self, async_op: bool, name: str, operator: Callable[..., Tensor], *arguments: Any) -> Any:
         """Runs an operator. In a compiled graph it runs to its end there; the handle of such a call is complete."""

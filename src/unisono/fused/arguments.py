@@ -26,6 +26,7 @@ class Options(NamedTuple):
     comm_turn: int = 0
     bias_mode: str = "sum"
     backward: str = "all_reduce"
+    order: str | None = None
 
 
 def read_tensors(what: Any, argument: str, one: bool = False, also: type | None = None) -> list[Any]:
@@ -38,7 +39,11 @@ def read_tensors(what: Any, argument: str, one: bool = False, also: type | None 
         return list(what)
     if not isinstance(what, kinds):
         wanted = "torch.Tensor" if one else "list of tensors"
-        raise TypeError(f"argument '{argument}' must be a {wanted}, got {type(what).__name__}")
+        cure = ""
+        if one and isinstance(what, (list, tuple)):
+            alone = len(what) == 1
+            cure = f"\n  pass {argument}[0] itself" if alone else "\n  the grouped form of this function takes lists"
+        raise TypeError(f"argument '{argument}' must be a {wanted}, got {type(what).__name__}{cure}")
     return [what]
 
 
@@ -71,9 +76,13 @@ def read_splits(what: Any, one: bool) -> Splits:
 
 
 def check_options(options: Options, bias: bool) -> None:
-    scale, reduce_op, comm_turn, bias_mode, backward = options
+    scale, reduce_op, comm_turn, bias_mode, backward, order = options
     if reduce_op not in REDUCE_OPS:
         raise ValueError(f"argument 'reduce_op' must be one of {', '.join(REDUCE_OPS)}, got {reduce_op!r}")
+    if order not in (None, "tree"):
+        raise ValueError(f"argument 'order' must be None or 'tree', got {order!r}")
+    if order == "tree" and reduce_op != "sum":
+        raise ValueError(f"argument 'order' may be 'tree' for reduce_op 'sum' only, got reduce_op {reduce_op!r}")
     if bias_mode not in ("mean", "sum"):
         raise ValueError(f"argument 'bias_mode' must be 'mean' or 'sum', got {bias_mode!r}")
     if bias and bias_mode == "sum" and reduce_op != "sum":
@@ -86,9 +95,11 @@ def check_options(options: Options, bias: bool) -> None:
         raise ValueError(f"argument 'scale' must be a finite number, got {scale!r}")
 
 
-def check_dtypes(x: Sequence[Any], weight: Sequence[Any], bias: Sequence[Any]) -> None:
-    """One dtype for x and weight, any floating one for bias, all on one device."""
+def check_dtypes(x: Sequence[Any], weight: Sequence[Any], bias: Sequence[Any], tree: bool) -> None:
+    """One dtype for x and weight, any floating one for bias, all on one device; in the tree order the core's."""
     dtype, device = x[0].dtype, x[0].device
+    if tree and (dtype is torch.float64 or device.type != "cpu"):
+        raise TypeError(f"order 'tree' takes float32, float16 and bfloat16 on the CPU, got {dtype} on {device}")
     if dtype not in DTYPES:
         names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
         raise TypeError(f"argument 'x[0]' must have one of the dtypes {names}, got {dtype}")

@@ -6,6 +6,9 @@ float32 first. torch's own 16-bit matmul is no way: on CPUs without 16-bit matri
 slower, and on all of them it rounds every rank's products to 16 bits. The two sum in different orders, so which one it
 is follows from a rule (:func:`_is_for_core`) and not from time: the same on all ranks and in every run.
 ``UNISONO_GEMM=core`` or ``torch`` decides instead.
+
+In the tree order (``order="tree"``) it is always the core's, and all that decides an element's bits is the whole depth
+k of the product, over all ranks: :func:`slice_of` halves it, and core/kernels/runs.h has the rest.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from ..base import settings
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FEW_ROWS = 4  # as in core/kernels/gemm.cc: up to here the core reads a weight where it is
 _BLOCK = 1 << 18  # elements of a 16-bit weight that are turned into float32 at a time: half of a usual L2 cache
+_LONGEST_BLOCK = 255  # as in core/kernels/runs.h
 _MANY_ROWS = 128  # from here on torch's float32 matmul is about as fast as the core in one thread, and can use more
 
 
@@ -87,15 +91,46 @@ def plain_weight(weight: torch.Tensor, columns: int) -> torch.Tensor:
     return weight.transpose(0, 1).reshape(weight.shape[1], -1)[:, :columns]
 
 
+def slice_of(depth: int) -> int:
+    """What sums in the tree order are made of: the depth, halved until it is one block or odd.
+
+    >>> slice_of(4096), slice_of(11008), slice_of(100), slice_of(1001)
+    (128, 172, 100, 1001)
+    """
+    while depth > _LONGEST_BLOCK and depth % 2 == 0:
+        depth //= 2
+    return depth
+
+
+def check_tree(depths: Sequence[int], parts: int) -> None:
+    """Refuses what cannot have the bits of one rank: parts of a depth that are no subtrees."""
+    if parts & (parts - 1):
+        raise ValueError(f"order 'tree' needs a number of ranks that is a power of two, got {parts}")
+    for i, k in enumerate(depths):
+        whole = slice_of(k * parts)
+        if whole and k % whole:
+            raise ValueError(
+                f"order 'tree', group {i}: a depth of {k * parts} is summed in blocks of {whole}, "
+                f"which {parts} ranks with {k} each would cut\n  a rank must have a multiple of {whole}"
+            )
+
+
 def multiply(
     out: torch.Tensor,
     a: Sequence[torch.Tensor],
     b: Sequence[torch.Tensor],
     columns: Sequence[int],
     bias: Sequence[torch.Tensor] | None,
+    parts: int = 0,
 ) -> None:
-    """Writes ``a[i] @ b[i] + bias[i]`` one behind the other into the flat ``out`` of :func:`wide` dtype."""
+    """Writes ``a[i] @ b[i] + bias[i]`` one behind the other into the flat ``out`` of :func:`wide` dtype.
+
+    ``parts``: in the tree order, where the depth of a is one of so many parts; 0: in any order.
+    """
     if not a:
+        return
+    if parts:
+        _core.multiply(a, b, columns, out, bias, [slice_of(x.shape[1] * parts) or 1 for x in a])
         return
     on_cpu = out.dtype is torch.float32 and out.device.type == "cpu"
     if on_cpu and _is_for_core(a[0].dtype, max([x.shape[0] for x in a])):

@@ -26,7 +26,7 @@ from .arguments import (
     read_splits,
     read_tensors,
 )
-from .gemm import PreparedWeight
+from .gemm import PreparedWeight, check_tree
 from .plan import planned
 from .run import flat_of, parts_of
 
@@ -58,6 +58,7 @@ def grouped_matmul_all_reduce(
     residual: Sequence[torch.Tensor] | torch.Tensor | None = None,
     scale: float = 1.0,
     backward: str = "all_reduce",
+    order: str | None = None,
 ) -> list[torch.Tensor]:
     """Multiplies pairs of matrices and sums each product over the ranks.
 
@@ -84,6 +85,9 @@ def grouped_matmul_all_reduce(
     The gradient is that of the sum of all ranks' losses: the gradients of y are summed over the ranks first. Where
     every rank computes the same loss from y, say ``backward="identity"``: the gradient is taken as it is.
 
+    ``order="tree"``: the same bits for 1, 2, 4, 8, … ranks, for every number of rows, piece and instruction set; see
+    docs/same_bits.md. K must be the same on all ranks and be cut between blocks, else it is an error.
+
     >>> from unisono.testing import run_ranks
     >>> def main(group):
     ...     x = [torch.full((2, 4), 1.0 + group.rank)]
@@ -92,7 +96,7 @@ def grouped_matmul_all_reduce(
     >>> run_ranks(2, main)                                                                    # doctest: +SKIP
     [[[13.0, 13.0, 13.0], [13.0, 13.0, 13.0]], [[13.0, 13.0, 13.0], [13.0, 13.0, 13.0]]]
     """
-    what, options = "grouped_matmul_all_reduce", Options(scale, reduce_op, comm_turn, bias_mode, backward)
+    what, options = "grouped_matmul_all_reduce", Options(scale, reduce_op, comm_turn, bias_mode, backward, order)
     return _fused(what, "", x, weight, group, bias, residual, options, None, group_list, split_item)
 
 
@@ -108,6 +112,7 @@ def matmul_all_reduce(
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
     backward: str = "all_reduce",
+    order: str | None = None,
 ) -> torch.Tensor:
     """Multiplies ``x [..., K]`` and ``weight [K, N]`` and sums the product over the ranks: ``[..., N]`` on all of them.
 
@@ -116,7 +121,7 @@ def matmul_all_reduce(
         rank 0  [[1]] @ [[2, 3]]         [[42, 53]]
         rank 1  [[10]] @ [[4, 5]]    ->  [[42, 53]]
     """
-    options = Options(scale, reduce_op, comm_turn, bias_mode, backward)
+    options = Options(scale, reduce_op, comm_turn, bias_mode, backward, order)
     return _fused("matmul_all_reduce", "", x, weight, group, bias, residual, options, one=True)[0]
 
 
@@ -132,6 +137,7 @@ def matmul_reduce_scatter(
     bias_mode: str = "mean",
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
+    order: str | None = None,
 ) -> torch.Tensor:
     """Multiplies ``x [M, ..., K]`` and ``weight [K, N]``, sums the product over the ranks, gives each rank its rows.
 
@@ -141,7 +147,7 @@ def matmul_reduce_scatter(
         split_sizes [1, 2]   rank 0  [[1], [2], [3]] @ [[1, 1]]        [[11, 11]]
                              rank 1  [[1], [2], [3]] @ [[10, 10]]  ->  [[22, 22], [33, 33]]
     """
-    what, options = "matmul_reduce_scatter", Options(scale, reduce_op, comm_turn, bias_mode)
+    what, options = "matmul_reduce_scatter", Options(scale, reduce_op, comm_turn, bias_mode, order=order)
     return _fused(what, "output", x, weight, group, bias, residual, options, split_sizes, one=True)[0]
 
 
@@ -159,13 +165,14 @@ def grouped_matmul_reduce_scatter(
     bias_mode: str = "mean",
     residual: Sequence[torch.Tensor] | torch.Tensor | None = None,
     scale: float = 1.0,
+    order: str | None = None,
 ) -> list[torch.Tensor]:
     """As :func:`grouped_matmul_all_reduce`, but each rank gets its rows of every output only.
 
     ``split_sizes`` has rows of dim 0 per rank: a list for every output (split_item 0 and 1), or one list for the one
     output (split_item 2 and 3); equal if None. ``residual`` is shaped like this rank's results.
     """
-    what, options = "grouped_matmul_reduce_scatter", Options(scale, reduce_op, comm_turn, bias_mode)
+    what, options = "grouped_matmul_reduce_scatter", Options(scale, reduce_op, comm_turn, bias_mode, order=order)
     return _fused(what, "output", x, weight, group, bias, residual, options, split_sizes, group_list, split_item)
 
 
@@ -178,6 +185,7 @@ def all_gather_matmul(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
+    order: str | None = None,
 ) -> torch.Tensor:
     """Puts every rank's rows ``x [m_r, ..., K]`` behind one another and multiplies all of them by this rank's weight.
 
@@ -188,7 +196,7 @@ def all_gather_matmul(
 
     The gradient of x is summed over the ranks.
     """
-    what, options = "all_gather_matmul", Options(scale)
+    what, options = "all_gather_matmul", Options(scale, order=order)
     return _fused(what, "x", x, weight, group, bias, residual, options, split_sizes, one=True)[0]
 
 
@@ -203,14 +211,23 @@ def all_gather_grouped_matmul(
     split_item: int = 0,
     residual: Sequence[torch.Tensor] | torch.Tensor | None = None,
     scale: float = 1.0,
+    order: str | None = None,
 ) -> list[torch.Tensor]:
     """Puts every rank's rows of each x behind one another, then multiplies group by group, as with split_item above.
 
     ``split_sizes`` has rows of dim 0 per rank: a list for every x (split_item 0 and 2), or one list for the one x
     (split_item 1 and 3); equal if None. ``group_list`` speaks of the gathered rows. The bias is added in full.
     """
-    what, options = "all_gather_grouped_matmul", Options(scale)
+    what, options = "all_gather_grouped_matmul", Options(scale, order=order)
     return _fused(what, "x", x, weight, group, bias, residual, options, split_sizes, group_list, split_item)
+
+
+def local_matmul(
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, order: str | None = None
+) -> torch.Tensor:
+    """``x [m, k] @ weight + bias`` of this rank alone, by the same products as the others."""
+    options = Options(1.0, order=order)
+    return _fused("local_matmul", "none", x, weight, None, bias, None, options, one=True)[0]
 
 
 # -- the way of a call
@@ -232,7 +249,8 @@ def _fused(
 ) -> list[torch.Tensor]:
     """The way of every call: read, plan, check, gather x, multiply and reduce, cut out the outputs.
 
-    ``cut`` says what split_sizes are about, "x" (gathered) or "output" (scattered); ``one``: x and weight are tensors,
+    ``cut`` says what split_sizes are about, "x" (gathered) or "output" (scattered), or "none" if only this rank takes
+    part; ``one``: x and weight are tensors,
     not lists. Torch sees operators if it takes gradients or compiles, else they are passed by.
     """
     if isinstance(weight, torch.Tensor) and weight.dim() == 3 and not one:
@@ -251,22 +269,38 @@ def _fused(
     seen = torch.compiler.is_compiling() or (
         torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in xs + weights + biases + residuals)
     )
-    if seen:
+    found, rank, size, name = None, 0, 1, None
+    if cut == "none":
+        pass
+    elif seen:
         found, (rank, size, name) = None, place("a fused matmul", group)
     else:
         found, name = transport("a fused matmul", group, xs[0]), None
         rank, size = found.rank, found.size
 
     shapes = tuple([t.shape for t in xs]), tuple([w.shape for w in weights])
-    plan = planned(what, *shapes, totals, split_item, cut, splits, rank, size)
+    tree = options.order == "tree"
+    plan = planned(what, *shapes, totals, split_item, cut, splits, rank, size, tree)
     biases = fit_bias(biases, plan.columns) if biases else biases
-    check_dtypes(xs, weights, biases)
+    check_dtypes(xs, weights, biases, tree)
     check_options(options, bool(biases))
+    parts = parts_back = int(tree)
+    if tree and cut != "x":
+        parts = size
+        check_tree(plan.depths, size)
+    elif tree and seen:
+        parts_back = size
+        check_tree(plan.columns, size)  # the gradient of x is summed over all ranks' columns
     extra = None if residual is None else fit_residual(residuals, plan, xs[0].dtype)
 
+    dtype = xs[0].dtype
     if cut == "x":
         if seen:
-            whole = fused_ops.gather_values(flat_of(xs), name, plan.x_counts, rank, size)
+            flat = flat_of(xs)
+            if tree:
+                flat = flat.float()  # so that gradients are summed before they are rounded
+            label = f"the gradient of {what} in the tree order  columns {plan.columns}" if tree else ""
+            whole = fused_ops.gather_values(flat, name, plan.x_counts, rank, size, label)
         else:
             whole = fused_run.gather_values(found, flat_of(xs), plan.x_counts)
         xs = parts_of(whole, plan.gathered)
@@ -277,7 +311,8 @@ def _fused(
     how = options.reduce_op, float(options.scale), share, options.comm_turn
     if seen:
         sizes = list(plan.rows), list(plan.columns), list(plan.counts)
-        flat = fused_ops.matmul_reduce(xs, ready, biases, extra, what, name, *sizes, *how, options.backward, rank, size)
+        seat = options.backward, parts, parts_back, rank, size
+        flat = fused_ops.matmul_reduce(xs, ready, biases, extra, what, name, *sizes, *how, *seat).to(dtype)
     else:
-        flat = fused_run.run(found, plan, xs, ready, biases, extra, *how)
+        flat = fused_run.run(found, plan, xs, ready, biases, extra, *how, parts)
     return parts_of(flat, plan.outputs)

@@ -46,11 +46,15 @@ def matmul_reduce(
     bias_share: float,
     pieces: int,
     backward: str,
+    parts: int,
+    parts_back: int,
     rank: int,
     size: int,
 ) -> torch.Tensor:
-    plan = Plan(what, tuple(rows), tuple(columns), (), tuple(counts))
-    return fused_run.run(_transport(group, x[0]), plan, x, weight, bias, residual, reduce_op, scale, bias_share, pieces)
+    depths = tuple(x[i if len(x) == len(rows) else 0].shape[1] for i in range(len(rows))) if parts else ()
+    plan = Plan(what, tuple(rows), tuple(columns), (), tuple(counts), depths=depths)
+    how = reduce_op, scale, bias_share, pieces, parts
+    return fused_run.run(_transport(group, x[0]), plan, x, weight, bias, residual, *how)
 
 
 @matmul_reduce.register_fake
@@ -60,10 +64,16 @@ def _(x, weight, bias, residual, what, group, rows, columns, counts, *rest):  # 
 
 
 def _multiply(
-    a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], rows: Any, columns: Any, bias: Any = (), share: float = 1.0
+    a: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    rows: Any,
+    columns: Any,
+    bias: Any = (),
+    share: float = 1.0,
+    parts: int = 0,
 ) -> torch.Tensor:
     """This rank's products alone, one behind the other."""
-    reduction: tuple[Any, ...] = [], "sum", 1.0, share, 0, ""
+    reduction: tuple[Any, ...] = [], "sum", 1.0, share, 0, "", parts, min(parts, 1)
     product: torch.Tensor = matmul_reduce(a, b, bias, None, "backward", None, rows, columns, *reduction, 0, 1)
     return product
 
@@ -78,7 +88,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 def _products_gradient(ctx: Any, grad: torch.Tensor, x: Any, weight: Any, bias: Any) -> torch.Tensor:
     """What the flat gradient of the result is for this rank's products."""
-    _, group, rows, columns, counts, reduce_op, scale, bias_share, _, backward, *seat = ctx.rest
+    _, group, rows, columns, counts, reduce_op, scale, bias_share, _, backward, _, _, *seat = ctx.rest
     grad = grad.to(wide(grad.dtype)).contiguous()
     if counts:
         grad = gather_values(grad, group, counts, *seat)
@@ -91,7 +101,8 @@ def _products_gradient(ctx: Any, grad: torch.Tensor, x: Any, weight: Any, bias: 
     if reduce_op in ("max", "min"):
         # To the ranks whose product it was; ranks that tie share it.
         products = _multiply([t.to(grad.dtype) for t in x], weight, rows, columns, bias, bias_share)
-        chosen: torch.Tensor = (products == reduce_values(products, group, [], reduce_op, *seat)).to(grad.dtype)
+        best = reduce_values(products, group, [], reduce_op, *seat)
+        chosen: torch.Tensor = (products == best).to(grad.dtype)
         ties: torch.Tensor = reduce_values(chosen, group, [], "sum", *seat)
         return grad * chosen / ties
     return grad
@@ -108,7 +119,8 @@ def _wanted(flags: Any) -> bool:
 
 
 def _matmul_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    _, _, rows, columns, _, _, _, bias_share, *_ = ctx.rest
+    _, _, rows, columns, _, _, _, bias_share, _, _, parts, parts_back, *_ = ctx.rest
+    whole = min(parts, 1)  # in the tree order: a depth that is not cut over the ranks
     end_x, end_weight = ctx.ends
     saved = ctx.saved_tensors
     x, weight, bias = saved[:end_x], saved[end_x:end_weight], saved[end_weight:]
@@ -120,17 +132,24 @@ def _matmul_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     grads_x: list[torch.Tensor | None] = [None] * len(x)
     if _wanted(ctx.needs_input_grad[0]):
         plain = [plain_weight(w, n).t() for w, n in zip(weight, columns, strict=True)]
-        grads_x = [*_like(x, _multiply(of_products, plain, rows, inner))]
+        grads_x = [*_like(x, _multiply(of_products, plain, rows, inner, parts=parts_back))]
     grads_weight: list[torch.Tensor | None] = [None] * len(weight)
     if _wanted(ctx.needs_input_grad[1]):
-        grads_weight = [*_like(weight, _multiply([t.t() for t in of_x], of_products, inner, columns))]
+        products = _multiply([t.t() for t in of_x], of_products, inner, columns, parts=whole)
+        grads_weight = [*_like(weight, products)]
     grads_bias = [
-        (g.sum(0) * bias_share).to(dtype).view(shape)
+        (_row_sum(g, whole) * bias_share).to(dtype).view(shape)
         for g, (dtype, shape) in zip(of_products, ctx.bias_forms, strict=False)
     ]
     # An empty list counts as one of tensors, so it wants one back.
     rest: list[Any] = [[] if argument == [] else None for argument in ctx.rest]
     return grads_x, grads_weight, grads_bias, grad if ctx.has_residual else None, *rest
+
+
+def _row_sum(g: torch.Tensor, tree: int) -> torch.Tensor:
+    if not tree:
+        return g.sum(0)
+    return _multiply([g.new_ones(1, g.shape[0])], [g], [1], [g.shape[1]], parts=1)
 
 
 matmul_reduce.register_autograd(_matmul_backward, setup_context=_save)
@@ -141,13 +160,19 @@ matmul_reduce.register_autograd(_matmul_backward, setup_context=_save)
 
 @custom_op("unisono::reduce_values", mutates_args=())
 def reduce_values(
-    values: torch.Tensor, group: str | None, counts: list[int], reduce_op: str, rank: int, size: int
+    values: torch.Tensor,
+    group: str | None,
+    counts: list[int],
+    reduce_op: str,
+    rank: int,
+    size: int,
+    label: str = "",
 ) -> torch.Tensor:
-    return fused_run.reduce_values(_transport(group, values), values, counts, reduce_op)
+    return fused_run.reduce_values(_transport(group, values), values, counts, reduce_op, label)
 
 
 @reduce_values.register_fake
-def _(values, group, counts, reduce_op, rank, size):  # type: ignore[no-untyped-def]
+def _(values, group, counts, reduce_op, rank, size, label=""):  # type: ignore[no-untyped-def]
     return values.new_empty(own_count(counts, rank, size, values.numel()))
 
 
@@ -163,19 +188,22 @@ def _reduce_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         back = gather_values(grad, ctx.group, ctx.counts, *ctx.seat)
     else:
         back = reduce_values(grad, ctx.group, [], "sum", *ctx.seat)
-    return back, None, None, None, None, None
+    return back, None, None, None, None, None, None
 
 
 reduce_values.register_autograd(_reduce_backward, setup_context=_save_reduce)
 
 
 @custom_op("unisono::gather_values", mutates_args=())
-def gather_values(values: torch.Tensor, group: str | None, counts: list[int], rank: int, size: int) -> torch.Tensor:
+def gather_values(
+    values: torch.Tensor, group: str | None, counts: list[int], rank: int, size: int, label: str = ""
+) -> torch.Tensor:
+    """``label``: what the ranks must agree on when the gradient is reduced."""
     return fused_run.gather_values(_transport(group, values), values, counts)
 
 
 @gather_values.register_fake
-def _(values, group, counts, rank, size):  # type: ignore[no-untyped-def]
+def _(values, group, counts, rank, size, label=""):  # type: ignore[no-untyped-def]
     return values.new_empty(sum(counts))
 
 
@@ -185,7 +213,7 @@ def _save_gather(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Non
 
 def _gather_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     back = reduce_values(grad.to(wide(grad.dtype)).contiguous(), ctx.group, ctx.counts, "sum", *ctx.seat)
-    return back.to(grad.dtype), None, None, None, None
+    return back.to(grad.dtype), None, None, None, None, None
 
 
 gather_values.register_autograd(_gather_backward, setup_context=_save_gather)

@@ -42,6 +42,7 @@ class Plan:
 
     ``counts`` has the elements of every output for every rank, if the result is scattered; ``gathered`` and
     ``x_counts`` the shape of every x on all ranks together and its elements for every rank, if x is gathered.
+    ``depths`` is every group's k, where it must be the same on all ranks: in the tree order.
     """
 
     what: str
@@ -51,6 +52,7 @@ class Plan:
     counts: Shape = ()
     gathered: tuple[Shape, ...] = ()
     x_counts: Shape = ()
+    depths: Shape = ()
     _pieces: dict[int, tuple[Piece, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @functools.cached_property
@@ -62,12 +64,13 @@ class Plan:
     def words(self) -> str:
         """For messages: what ranks may disagree on."""
         cut = f"  split into {_short(self.counts)} elements" if self.counts else ""
-        return f"{self.what}  rows {_short(self.rows)}  columns {_short(self.columns)}{cut}"
+        depths = f"  in the tree order, k {_short(self.depths)}" if self.depths else ""
+        return f"{self.what}  rows {_short(self.rows)}  columns {_short(self.columns)}{cut}{depths}"
 
     @functools.cached_property
     def number(self) -> int:
-        """63 bits that stand for what must be the same on all ranks; k may differ."""
-        text = repr((self.what, self.rows, self.columns, self.counts))
+        """63 bits that stand for what must be the same on all ranks; k may differ, but for the tree order."""
+        text = repr((self.what, self.rows, self.columns, self.counts, self.depths))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
     def pieces(self, wanted: int) -> tuple[Piece, ...]:
@@ -117,11 +120,12 @@ def plan_groups(
     splits: Splits = None,
     rank: int = 0,
     size: int = 1,
+    tree: bool = False,
 ) -> Plan:
     """The plan of a grouped matmul, from shapes; see :func:`unisono.grouped_matmul_all_reduce`.
 
     ``cut`` says which rows the ranks share: those of every "x", which are gathered, or of every "output", which are
-    scattered. ``splits`` are rows per rank for each of them.
+    scattered. ``splits`` are rows per rank for each of them. ``tree``: in the tree order.
     """
     if split_item not in (0, 1, 2, 3):
         raise ValueError(f"The given split_item [{split_item}] is invalid, which must be one of 0/1/2/3")
@@ -152,7 +156,8 @@ def plan_groups(
     if cut == "output":
         splits, counts = _split(cut, outputs, splits, rank, size)
         outputs = tuple((split[rank], *shape[1:]) for shape, split in zip(outputs, splits, strict=True))
-    return Plan(what, rows, columns, outputs, counts, x if cut == "x" else (), x_counts)
+    depths: Shape = tuple(shape[0] for shape in weight) if tree else ()
+    return Plan(what, rows, columns, outputs, counts, x if cut == "x" else (), x_counts, depths)
 
 
 _kept = functools.lru_cache(maxsize=4096)(plan_groups)
@@ -197,12 +202,14 @@ def _check_matrices(x: tuple[Shape, ...], weight: tuple[Shape, ...], group_list:
             f"When split_item = {split_item}, the num of x tensors must equal 1, "
             "and the num of weight tensors is supposed to equal the length of group_list\n"
             f"{got}, {entries} entries in group_list"
+            + ("; pass split_item=0 for a list of results, 2 for one" if len(x) == len(weight) and not entries else "")
         )
     if not one_x and (len(x) != len(weight) or entries):
         raise ValueError(
             "When split_item = 0 or 2, the num of x tensors must equal the num of weight tensors, "
             "and there is supposed not to be group_list input\n"
             f"{got}, group_list {group_list and list(group_list)}"
+            + ("; pass split_item=1 for a list of results, 3 for one" if len(x) == 1 and entries else "")
         )
     for i, shape in enumerate(x):
         if len(shape) < 2 or (split_item != 0 and len(shape) > 2):

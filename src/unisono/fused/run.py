@@ -35,34 +35,43 @@ def run(
     scale: float,
     bias_share: float,
     pieces: int,
+    parts: int = 0,
+    exact: bool = False,
 ) -> torch.Tensor:
     """The flat result in x's dtype: all of it, or this rank's part if the plan has counts.
 
-    ``transport`` None: no group, this rank only.
+    ``transport`` None: no group, this rank only. ``parts``: in the tree order, see :func:`multiply`. ``exact``: the
+    result is not rounded to x's dtype.
     """
     like = x[0]
     dtype = wide(like.dtype)
+    if parts and bias:
+        return _with_bias(transport, plan, x, weight, bias, residual, scale, bias_share, pieces, parts)
+    if parts:
+        _check_by_tree(transport)
+    result = like.new_empty(0, dtype=dtype) if exact else like
     rows = x if len(x) == len(plan.rows) else torch.split_with_sizes(like, plan.rows)
     offsets = _bias_rows(bias, bias_share, dtype)
 
     def compute(piece: Piece, into: torch.Tensor) -> torch.Tensor:
-        parts = piece.parts
+        rows_of = piece.parts
         multiply(
             into,
-            [rows[i] if end - begin == rows[i].shape[0] else rows[i][begin:end] for i, begin, end in parts],
-            [weight[i] for i, _, _ in parts],
-            [plan.columns[i] for i, _, _ in parts],
-            [offsets[i] for i, _, _ in parts] if offsets else None,
+            [rows[i] if end - begin == rows[i].shape[0] else rows[i][begin:end] for i, begin, end in rows_of],
+            [weight[i] for i, _, _ in rows_of],
+            [plan.columns[i] for i, _, _ in rows_of],
+            [offsets[i] for i, _, _ in rows_of] if offsets else None,
+            parts,
         )
         return into
 
     if transport is None:
         products = compute(plan.pieces(1)[0], like.new_empty(plan.total, dtype=dtype))
-        out = like.new_empty(plan.total)
+        out = result.new_empty(plan.total)
         round_products(products, out, scale, residual)
         return out
     rank, size = transport.rank, transport.size
-    out = _new(transport, like, own_count(plan.counts, rank, size, plan.total))
+    out = _new(transport, result, own_count(plan.counts, rank, size, plan.total))
     if residual is not None and plan.counts and not is_shared(residual):
         residual = _copy(transport, residual)
     cut = plan.pieces(pieces or _pieces_for(transport, plan, dtype))
@@ -83,17 +92,50 @@ def run(
     return out
 
 
-def reduce_values(
-    transport: Transport | None, values: torch.Tensor, counts: Sequence[int], reduce_op: str
+def _with_bias(
+    transport: Transport | None,
+    plan: Plan,
+    x: Sequence[torch.Tensor],
+    weight: Sequence[torch.Tensor],
+    bias: Sequence[torch.Tensor],
+    residual: torch.Tensor | None,
+    scale: float,
+    bias_share: float,
+    pieces: int,
+    parts: int,
 ) -> torch.Tensor:
-    """Flat values reduced over the ranks: all of them, or with counts (outputs × ranks) this rank's."""
+    """In the tree order: the bias is added to the whole sum, since shares of it would be rounded with the products.
+
+    A bias that all ranks hold alike is then the same bits for every number of ranks: their sum and its share are exact.
+    """
+    sums = run(transport, plan, x, weight, (), None, "sum", 1.0, 1.0, pieces, parts, exact=True)
+    flat = reduce_values(transport, flat_of(bias).to(sums.dtype), (), "sum") * bias_share
+    rows = torch.split_with_sizes(flat, plan.columns)
+    whole = flat_of([row.expand(m, -1) for row, m in zip(rows, plan.rows, strict=True)])
+    if plan.counts and transport is not None:
+        whole = torch.cat(torch.split_with_sizes(whole, plan.counts)[transport.rank :: transport.size])
+    like = x[0]
+    out = like.new_empty(sums.numel()) if transport is None else _new(transport, like, sums.numel())
+    round_products(sums + whole, out, scale, residual)
+    return out
+
+
+def reduce_values(
+    transport: Transport | None, values: torch.Tensor, counts: Sequence[int], reduce_op: str, label: str = ""
+) -> torch.Tensor:
+    """Flat values reduced over the ranks: all of them, or with counts (outputs × ranks) this rank's.
+
+    ``label``: in the tree order, what must be the same on all ranks.
+    """
+    if label:
+        _check_by_tree(transport)
     if transport is None:
         return values.clone(memory_format=torch.contiguous_format)
     out = _new(transport, values, own_count(counts, transport.rank, transport.size, values.numel()))
     if not counts:
         transport.all_reduce(values.contiguous(), out, reduce_op, None, None, False)
         return out
-    plan = Plan("reduce", (values.numel(),), (1,), (), tuple(counts))
+    plan = Plan(label or "reduce", (values.numel(),), (1,), (), tuple(counts))
     # The reduction may overwrite the copy.
     handle = _reduce(transport, plan, _copy(transport, values), out, reduce_op, 1.0, None, counts)
     if handle is not None:
@@ -167,6 +209,11 @@ def _reduce(
         return f"{plan.words}  {reduce_op}  {str(out.dtype).removeprefix('torch.')}"
 
     return transport.matmul_reduce(products, out, reduce_op, scale, residual, counts, number, words, None)
+
+
+def _check_by_tree(transport: Transport | None) -> None:
+    if transport is not None and transport.size > 1 and not transport.by_tree:
+        raise ValueError("order 'tree' needs a group of unisono: other backends sum over the ranks in their own order")
 
 
 def _bias_rows(bias: Sequence[torch.Tensor], share: float, dtype: torch.dtype) -> Sequence[torch.Tensor]:

@@ -1,14 +1,13 @@
-"""Groups of ranks on one host, with every verb as a method.
+"""Groups of ranks, on one host or on several, with every verb as a method.
 
-A method only gives its arguments their order: the group's ``transport``, the core's communicator, takes and checks what
-users write, and returns None, or with ``async_op=True`` a Handle. Results are the same bits on every rank, whatever the
-message size and wherever the tensors are.
+A method only gives its arguments their order: the group's ``transport``, the core's communicator or on several hosts
+one over those, takes and checks what users write, and returns None, or with ``async_op=True`` a Handle. Results are the
+same bits on every rank, whatever the message size and wherever the tensors are.
 """
 
 from __future__ import annotations
 
 import atexit
-import hashlib
 import secrets
 import time
 import weakref
@@ -23,10 +22,11 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from .. import _core
 from ..base import settings
-from ..base.counter import Counter
+from ..base.counter import Counter, number_of
 from ..base.errors import ClosedError, MismatchError
 from ..base.handle import Handle
-from . import rendezvous
+from ..base.kept import Inherited
+from . import rendezvous, survivors
 
 Tensors: TypeAlias = Tensor | Sequence[Tensor]
 Counts: TypeAlias = Sequence[int] | None
@@ -39,7 +39,7 @@ _numbers = Counter()
 
 
 class Group:
-    """Ranks of one host that call collectives together.
+    """Ranks that call collectives together: on one host through shared memory, between hosts by gloo.
 
     Make one with :meth:`from_store`, :meth:`from_env` or :meth:`split`. ``rank`` is this process's number in the group,
     ``ranks`` the numbers its members have in the group it was split from, or those given to :meth:`from_store` (0 …
@@ -68,6 +68,7 @@ class Group:
         self.timeout_s = timeout_s
         self._store = store
         self._splits = Counter()
+        self._estates: dict[int, _core.Estate] = {}
         _open_groups.add(self)
         _by_key[self.key] = self
 
@@ -125,7 +126,7 @@ class Group:
         block = self.transport.make_block(len(members)) if members else 0
         # Every rank shows whom it wants, by what name, where its control block is, and a number nobody had before.
         wanted = members + [-1] * (self.size - len(members))
-        mine = torch.tensor([_number(name), block, secrets.randbits(62), *wanted], dtype=torch.int64)
+        mine = torch.tensor([number_of(name), block, secrets.randbits(62), *wanted], dtype=torch.int64)
         gathered = torch.empty(self.size, len(mine), dtype=torch.int64)
         comm, known, limit = self.transport, True, self.timeout_s if timeout_s is None else timeout_s
         try:
@@ -137,7 +138,7 @@ class Group:
             if not members:
                 return None
             blocks = [shown[r][1] for r in members]
-            identity = _number(comm.id, shown, members) | 1
+            identity = number_of(comm.id, shown, members) | 1
             made = comm.split(members, blocks, members.index(self.rank), child, identity, limit)
         except BaseException as error:
             # It may have gone well on other members: they learn that this rank does not come.
@@ -160,6 +161,35 @@ class Group:
         error = MismatchError(text)
         error.op, error.group, error.rank, error.peers = "split", self.name, self.rank, differing
         return error
+
+    def shrink(self, *, exclude: Sequence[int] = (), timeout_s: Seconds = None) -> tuple[Group, list[int]]:
+        """Goes on without ranks that died or left: the group of those that are left, and who is not in it.
+
+        Every survivor calls it, when a call has failed or at any other time; all get the same ranks, in their old
+        order, also if another one dies meanwhile. This group is given up and closed::
+
+            rank 1 of 0, 1, 2 dies     rank 0:  new, lost = group.shrink()  ->  rank 0 of 2, [1]
+                                       rank 2:  new, lost = group.shrink()  ->  rank 1 of 2, [1]
+
+        It needs no store, so it does not matter which rank had that. ``exclude`` are ranks to leave out although they
+        are alive, such as stopped ones, the same on all callers. A rank that lives and does not call it is waited for
+        until the deadline. What the lost ranks have kept (:func:`unisono.keep`) is in :meth:`inherit` of the new group.
+        """
+        return self._shrink(exclude, timeout_s, strict=False)
+
+    def _shrink(self, exclude: Sequence[int], timeout_s: Seconds, strict: bool) -> tuple[Group, list[int]]:
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        comm, found = survivors.agree(self, exclude, limit, strict)
+        self._leave("was shrunk", 0.0)
+        new = Group(comm, [self.ranks[r] for r in found.members], self.timeout_s)
+        new._estates = found.estates
+        return new, sorted(found.estates)
+
+    def inherit(self, rank: int) -> dict[str, Inherited]:
+        """What a lost rank has kept, by name: see :class:`Inherited`. ``rank`` is one of those :meth:`shrink` named."""
+        if rank not in self._estates:
+            raise ValueError(f"argument 'rank' must be one of the lost ranks {sorted(self._estates)}, got {rank}")
+        return survivors.read_estate(self, rank, self._estates[rank])
 
     def close(self) -> None:
         """Leaves the group. Pending calls end with an error, the others learn that this rank left. Twice is fine."""
@@ -218,8 +248,10 @@ class Group:
     ) -> Handle | None:
         """Combines a tensor over all ranks, in place or into ``out``; all ranks get the same bits::
 
-        rank 0  [1, 2]        [11, 22]
-        rank 1  [10, 20]  ->  [11, 22]
+            rank 0  [1, 2]        [11, 22]
+            rank 1  [10, 20]  ->  [11, 22]
+
+        Autograd does not see it; :func:`unisono.comm_func.all_reduce` has a gradient.
         """
         return self.transport.all_reduce(tensor, out, op, factor, timeout_s, async_op)  # type: ignore[no-any-return]
 
@@ -319,8 +351,10 @@ class Group:
     ) -> Handle | None:
         """Sends part j of rank i's input to part i of rank j's output::
 
-        rank 0  [1, 2]         [1, 10]
-        rank 1  [10, 20]   ->  [2, 20]
+            rank 0  [1, 2]         [1, 10]
+            rank 1  [10, 20]   ->  [2, 20]
+
+        Counts are elements per rank, equal if None.
         """
         return self.transport.all_to_all(output, input, output_counts, input_counts, timeout_s, async_op)  # type: ignore[no-any-return]
 
@@ -344,11 +378,6 @@ class Group:
 def find_key(key: str) -> Group | None:
     """The group with this ``key``, as long as it lives."""
     return _by_key.get(key)
-
-
-def _number(*what: object) -> int:
-    """62 bits that stand for some values, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little") >> 2
 
 
 class _Closed:

@@ -7,6 +7,7 @@ Which transport a group has is not said here but in ``transport/find.py``.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import weakref
 from typing import Any, TypeAlias
@@ -14,13 +15,14 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, _resolve_process_group
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import GroupMember
 
 from . import rendezvous
 from .group import Group, find_key
 
 _CPU = torch.device("cpu")
+logger = logging.getLogger("unisono")
 
 
 def can_be_inherited(base: type) -> bool:
@@ -66,17 +68,27 @@ def is_known(name: str) -> bool:
 
 
 def default_group() -> ProcessGroup:
-    """The default process group; under torchrun, with none made yet, makes one on the unisono backend."""
+    """The default process group; under torchrun, if there never was one, makes one on unisono, and says so."""
     if not dist.is_initialized():
+        lacking = "Default process group has not been initialized, please make sure to call init_process_group."
         if missing := rendezvous.missing_variables():
             raise ValueError(
-                "Default process group has not been initialized, please make sure to call init_process_group.\n"
-                f"  ({missing} not set: under torchrun unisono would make the default group itself)"
+                f"{lacking}\n  ({missing} not set: start the ranks by `torchrun --nproc-per-node=2 script.py`, "
+                "and unisono makes the default group itself)"
             )
+        if _was_initialized():
+            raise ValueError(f"{lacking}\n  (it was destroyed)")
         dist.init_process_group("unisono")
+        if dist.get_rank() == 0:
+            logger.warning("no default process group: made one, as init_process_group('unisono') does")
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def _was_initialized() -> bool:
+    """Whether this process had a default group before: torch keeps how the last one was made."""
+    return distributed_c10d._default_pg_init_method is not None
 
 
 def resolve(group: GroupLike) -> ProcessGroup | Group | None:
@@ -107,8 +119,11 @@ def resolve(group: GroupLike) -> ProcessGroup | Group | None:
         except (RuntimeError, ValueError):
             known = ", ".join(sorted(_named)) or "none"
             raise ValueError(f"no group is named {group!r}; known names: {known}") from None
+    cure = ""
+    if isinstance(group, (list, tuple)):
+        cure = "\n  a list is meant for another argument? pass that one by its name"
     raise TypeError(
-        f"argument 'group' must be None, a name, a ProcessGroup or a unisono.Group, got {type(group).__name__}"
+        f"argument 'group' must be None, a name, a ProcessGroup or a unisono.Group, got {type(group).__name__}{cure}"
     )
 
 
@@ -156,8 +171,10 @@ def devices_of(group: ProcessGroup | Group) -> list[str]:
 def host_ranks(group: ProcessGroup | Group) -> list[int]:
     """The global ranks of those members that share this process's host; torchrun numbers hosts one after another."""
     ranks = global_ranks(group)
-    if native(group) is not None:
-        return ranks  # a unisono group is on one host
+    ours = native(group)
+    if ours is not None:
+        near = getattr(ours.transport, "host_ranks", None)  # a transport over several hosts knows them
+        return ranks if near is None else [ranks[r] for r in near]
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or dist.get_world_size()
     mine = ranks[rank_and_size(group)[0]] // per_host
     return [r for r in ranks if r // per_host == mine]

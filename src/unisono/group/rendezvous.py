@@ -12,16 +12,19 @@ reach it, and each store has another exception for its end.
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from .. import _core
+from ..base import log
 from ..base.errors import CollectiveTimeoutError, MismatchError, SystemCallError
 from ..version import __version__
 
@@ -30,10 +33,15 @@ VERSION = f"{__version__}, memory layout {_core.LAYOUT}"
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0005, 0.05
 _MOST_SHOWN = 16  # of a list of ranks
 
+# How ranks join once their plans are known, on one host or over several, and where one seems to be. A layer above sets
+# them, transport/hosts, since it needs transports.
+meet_hosts: Callable[..., Any] | None = None
+place_of: Callable[[int], str] | None = None
+
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank thinks the group is; all but the last three must be equal."""
+    """What one rank thinks the group is; all but the last four must be equal."""
 
     version: str
     size: int
@@ -41,6 +49,7 @@ class Plan:
     rank: int  # of this rank, one of `members`
     listener: str
     nonce: str
+    place: str = ""
 
     @classmethod
     def read(cls, value: bytes) -> Plan:
@@ -74,7 +83,7 @@ def missing_variables() -> str:
 
 def meet(
     store: Store, rank: int, size: int, members: Sequence[int] | None, name: str, timeout_s: float, deadline_s: float
-) -> _core.Communicator:
+) -> Any:
     """Joins the group ``name``; every rank calls this with the same store, size, members and name.
 
     ``members`` are the numbers the ranks have elsewhere, 0 … size-1 if None; errors call the ranks by them. Joining
@@ -86,10 +95,11 @@ def meet(
     if len(numbers) != size or len(set(numbers)) != size or min(numbers) < 0:
         raise ValueError(f"argument 'ranks' must be {size} different ranks, got {numbers}")
     me = numbers[rank]
+    assert meet_hosts is not None and place_of is not None
     use = store.add(f"unisono/{name}/uses/{me}", 1)
     prefix = f"unisono/{name}/{use}"
     listener = _core.Listener()
-    mine = Plan(VERSION, size, numbers, me, listener.name, secrets.token_hex(16))
+    mine = Plan(VERSION, size, numbers, me, listener.name, secrets.token_hex(16), place_of(me))
     first = Plan.read(store.compare_set(f"{prefix}/plan", "", mine.written()))
     if not set(first.members) & set(numbers):
         # Another group of the same name, as torch makes them: each half of the ranks cuts itself into groups.
@@ -101,9 +111,14 @@ def meet(
         store.set(f"{prefix}/dispute", mine.written())
     keys = [f"{prefix}/at/{r}" for r in numbers]
     nap_s = _SHORTEST_NAP_S
+    warn_s = time.monotonic() + min(timeout_s / 4, log.WARN_AFTER_S)
     while not disputed and not store.check(keys):
         if time.monotonic() > deadline_s:
             raise _late(store, name, use, mine, rank, timeout_s, [not store.check([key]) for key in keys])
+        if time.monotonic() > warn_s:
+            warn_s = math.inf
+            late = ", ".join(str(r) for r, key in zip(numbers, keys, strict=True) if not store.check([key]))
+            log.warn(f'joining group "{name}": rank {me} of {size} waits for rank {late}, which has not come yet')
         time.sleep(nap_s)
         nap_s = min(2 * nap_s, _LONGEST_NAP_S)
         disputed = store.check([f"{prefix}/dispute"])
@@ -112,8 +127,8 @@ def meet(
         raise _mismatch(store, prefix, name, rank, mine, first)
     nonce = bytes.fromhex(first.nonce)
     identity = int.from_bytes(nonce[:8], "little") | 1
-    left_s = max(0.0, deadline_s - time.monotonic())
-    return listener.join(rank, size, name, nonce, identity, timeout_s, [plan.listener for plan in plans], left_s)
+    inner = PrefixStore(prefix, store)
+    return meet_hosts(listener, plans, rank, name, nonce, identity, timeout_s, deadline_s, inner)
 
 
 def _late(

@@ -29,6 +29,10 @@ class SharedGather:
     def __init__(self, group: Group, counts: Sequence[int], *tail: int, dtype: torch.dtype | None = None) -> None:
         if len(counts) != group.size or any(n < 0 for n in counts):
             raise ValueError(f"argument 'counts' must be {group.size} numbers from 0 up, got {list(counts)}")
+        if hasattr(group.transport, "host_ranks"):
+            raise ValueError(
+                f'group "{group.name}" has ranks on several hosts, which share no memory; split it by hosts'
+            )
         self._group = group
         self.counts = [int(n) for n in counts]
         shape = [sum(self.counts), *tail]

@@ -112,7 +112,7 @@ class RankPool:
         self, n: int, *, group_timeout_s: float = 60.0, num_threads: int = 1, env: Mapping[str, str] | None = None
     ) -> None:
         self.size = n
-        self._start = partial(Ranks, n, group_timeout_s, num_threads, env)
+        self._start: Callable[[], Ranks] = partial(Ranks, n, group_timeout_s, num_threads, env)
         self._ranks: Ranks | None = None
 
     def run(

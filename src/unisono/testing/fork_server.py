@@ -27,6 +27,7 @@ import sys
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
+CLONE_NEWNET = 0x40000000
 STACK_SIGNAL = signal.SIGUSR2  # makes a rank write its stacks
 MAX_MESSAGE_BYTES = 65536
 
@@ -46,6 +47,8 @@ def become_rank(start: dict[str, Any], channel: socket.socket, out_fd: int, err_
     faulthandler.register(STACK_SIGNAL, stacks)
     os.environ.clear()
     os.environ.update(setting["env"])
+    if setting["places"] is not None:
+        enter_place(**setting["places"][start["rank"]])
     with contextlib.suppress(OSError):  # the caller's folder may be gone
         os.chdir(setting["folder"])
     sys.path[:] = setting["path"]
@@ -54,6 +57,14 @@ def become_rank(start: dict[str, Any], channel: socket.socket, out_fd: int, err_
     from unisono.testing.rank_main import serve_calls
 
     serve_calls(channel, start["rank"], setting)
+
+
+def enter_place(namespace: str, env: dict[str, str]) -> None:
+    """Move into a network namespace, with the environment that belongs to it."""
+    with open(namespace) as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+    os.environ.update(env)
 
 
 def serve_forks(control: socket.socket) -> NoReturn:

@@ -196,7 +196,15 @@ class Rank:
 class Ranks:
     """`n` started ranks, with the folder that holds their store, calls and results."""
 
-    def __init__(self, n: int, group_timeout_s: float, num_threads: int, env: Mapping[str, str] | None) -> None:
+    def __init__(
+        self,
+        n: int,
+        group_timeout_s: float,
+        num_threads: int,
+        env: Mapping[str, str] | None,
+        places: list[dict[str, Any]] | None = None,
+    ) -> None:
+        """With `places`, a network namespace and environment for each rank, the ranks get no group (hosts.py)."""
         if n < 1:
             raise ValueError(f"n: expected at least 1 rank, got {n}")
         if rank_main.importing_main:
@@ -214,6 +222,7 @@ class Ranks:
             "path": sys.path,
             "argv": sys.argv,
             "env": {**os.environ, **(env or {})},
+            "places": places,
             "main": _describe_main(),
             "files": str(self.folder),
             "group_timeout_s": group_timeout_s,

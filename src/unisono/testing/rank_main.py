@@ -34,11 +34,12 @@ def serve_calls(channel: socket.socket, rank: int, setting: dict[str, Any]) -> N
         number = order["call"]
         name = f"own-{number}" if order["own_group"] else "world"
         try:
-            if name not in groups:
+            if name not in groups and setting["places"] is None:
                 groups[name] = _join_group(folder / f"store-{name}", rank, name, setting)
             fn, args = _read_call(folder / f"call-{number}", setting["main"])
-            answer = pickle.dumps(("result", fn(groups[name], *args)))
-            if order["last"] or order["own_group"]:
+            given = (groups[name], *args) if name in groups else args
+            answer = pickle.dumps(("result", fn(*given)))
+            if name in groups and (order["last"] or order["own_group"]):
                 groups.pop(name).close()
         except BaseException as error:
             answer = pickle.dumps(("error", _type_name(error), traceback.format_exc()))

@@ -28,14 +28,16 @@ from ..base.uncompiled import keep_uncompiled
 from ..base.work import FINISHED, Work, tensors_in
 from ..group import names as groups
 from ..group.group import Group
-from . import monitor, refusals, sparse
-from .arguments import Timeout, counts, inner, one, options, settled
+from . import checks, monitor, recorded, refusals, several, sparse
+from .arguments import Root, Timeout, counts, group_options, inner, of_root, one, options, settled
+from .refusals import NotOneTensor
 from .strided import Copies, is_plain, overlapping
 
 _CPU = torch.device("cpu")
 _STRIDED = torch.strided
 _UNSET = timedelta(milliseconds=-1)  # torch's word for: the group's timeout
 _IN_BACKGROUND = c10d.BarrierOptions()  # as torch makes them: asyncOp, and the group's timeout
+_TAKES_ONE = "send takes a single tensor"  # gloo's words, for recv too
 _profiling = torch._C._autograd._profiler_enabled
 
 # Functions of torch that ask for a message and then wait for it at once.
@@ -59,6 +61,7 @@ class ProcessGroupAdapter:
         self.unisono_group = group
         self._store = store
         self._timeout_s = 0.0  # 0: the group's own
+        self._options: Any = None
         self._name, self._desc = group.name, "undefined"
         self._batch: list[Work] | None = None
         # DDP.join hands a Work to C++ that does not keep its Python half alive, without which it never ends.
@@ -66,6 +69,8 @@ class ProcessGroupAdapter:
         self._comm_name = f"unisono%{group.name}%{group.transport.id:016x}"
         self._splits = Counter()
         self._monitored = Counter()
+        if recorded.capacity():
+            recorded.attach(self)
 
     # -- what torch asks a group about itself
 
@@ -122,6 +127,16 @@ class ProcessGroupAdapter:
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the time limit of later calls."""
         self._timeout_s = timeout.total_seconds()
+        self.options._timeout = timeout
+
+    _set_default_timeout = set_timeout
+
+    @property
+    def options(self) -> Any:
+        """The group's options, as gloo's groups have them; ``_timeout`` is the limit of calls that have none."""
+        if self._options is None:
+            self._options = group_options(self.unisono_group)
+        return self._options
 
     def _get_sequence_number_for_group(self) -> int:
         return self.unisono_group.calls
@@ -189,9 +204,12 @@ class ProcessGroupAdapter:
 
     # -- collectives
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Timeout = None) -> Work:
-        opts = options(c10d.AllreduceOptions, opts, timeout)
-        tensor = one(tensors)
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Timeout = None, op: Any = None) -> Work:
+        opts = options(c10d.AllreduceOptions, opts, timeout, op)
+        try:
+            tensor = one(tensors)
+        except NotOneTensor:
+            return several.all_reduce(self, tensors, opts)
         if tensor.layout is not _STRIDED:
             return self._reduce_sparse(tensor, opts.reduceOp)
         work = self._run("all_reduce", (tensor, None, opts.reduceOp, None), opts)
@@ -206,17 +224,33 @@ class ProcessGroupAdapter:
         calls = [(tensor, None, opts.reduceOp, None) for tensor in tensors]
         return self._run_all("all_reduce", "all_reduce_coalesced", calls, opts, list(tensors))
 
-    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Timeout = None) -> Work:
-        opts = options(c10d.ReduceOptions, opts, op, timeout)
-        return self._run("reduce", (one(tensors), opts.rootRank, None, opts.reduceOp, None), opts)
+    def reduce(
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: Timeout = None, root: Root = None
+    ) -> Work:
+        opts = options(c10d.ReduceOptions, opts, op, timeout, root)
+        tensor = one(tensors, "reduce: requires a single-element tensor list")
+        if opts.rootTensor:
+            checks.root("reduce", opts.rootRank, self.size(), opts.rootTensor)
+        return self._run("reduce", (tensor, opts.rootRank, None, opts.reduceOp, None), opts)
 
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: Timeout = None) -> Work:
-        opts = options(c10d.BroadcastOptions, opts, timeout)
-        return self._run("broadcast", (one(tensors), opts.rootRank, None), opts)
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Timeout = None, root: Root = None) -> Work:
+        opts = options(c10d.BroadcastOptions, opts, timeout, root)
+        try:
+            tensor = one(tensors)
+        except NotOneTensor:
+            return several.broadcast(self, tensors, opts)
+        if opts.rootTensor:
+            checks.root("broadcast", opts.rootRank, self.size(), opts.rootTensor)
+        return self._run("broadcast", (tensor, opts.rootRank, None), opts)
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> Work:
         opts = options(c10d.AllgatherOptions, opts, timeout)
-        return self._run("all_gather", (inner(output_lists), one(inputs), None), opts)
+        try:
+            tensor = one(inputs)
+        except NotOneTensor:
+            return several.all_gather(self, output_lists, inputs, opts)
+        outputs = inner(output_lists, "allgather: requires input/output tensor lists to have the same length")
+        return self._run("all_gather", (outputs, tensor, None), opts, outputs)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None, timeout: Timeout = None) -> Work:
         opts = options(c10d.AllgatherOptions, opts, timeout)
@@ -237,9 +271,13 @@ class ProcessGroupAdapter:
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None, timeout: Timeout = None) -> Work:
-        opts = options(c10d.ReduceScatterOptions, opts, timeout)
-        return self._run("reduce_scatter", (one(outputs), inner(input_lists), None, opts.reduceOp, None), opts)
+    def reduce_scatter(
+        self, outputs: Any, input_lists: Any, opts: Any = None, timeout: Timeout = None, op: Any = None
+    ) -> Work:
+        opts = options(c10d.ReduceScatterOptions, opts, timeout, op)
+        output = one(outputs, "reduce_scatter only supports 1 output")
+        inputs = inner(input_lists, "reduce_scatter: requires input/output tensor lists to have the same length")
+        return self._run("reduce_scatter", (output, inputs, None, opts.reduceOp, None), opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None, timeout: Timeout = None) -> Work:
         opts = options(c10d.ReduceScatterOptions, opts, timeout)
@@ -257,14 +295,21 @@ class ProcessGroupAdapter:
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def gather(self, output_lists: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> Work:
-        opts = options(c10d.GatherOptions, opts, timeout)
-        outputs = inner(output_lists)
-        return self._run("gather", (outputs or None, one(inputs), opts.rootRank, None), opts, [outputs])
+    def gather(
+        self, output_lists: Any, inputs: Any, opts: Any = None, timeout: Timeout = None, root: Root = None
+    ) -> Work:
+        opts = options(c10d.GatherOptions, opts, timeout, root)
+        tensor, root = one(inputs, "gather: requires a single-element input tensor list"), opts.rootRank
+        outputs = of_root("gather", output_lists, self.rank(), root, self.size())
+        return self._run("gather", (outputs, tensor, root, None), opts, outputs or [])
 
-    def scatter(self, outputs: Any, input_lists: Any, opts: Any = None, timeout: Timeout = None) -> Work:
-        opts = options(c10d.ScatterOptions, opts, timeout)
-        return self._run("scatter", (one(outputs), inner(input_lists) or None, opts.rootRank, None), opts)
+    def scatter(
+        self, outputs: Any, input_lists: Any, opts: Any = None, timeout: Timeout = None, root: Root = None
+    ) -> Work:
+        opts = options(c10d.ScatterOptions, opts, timeout, root)
+        output, root = one(outputs, "scatter: requires a single-element output tensor list"), opts.rootRank
+        inputs = of_root("scatter", input_lists, self.rank(), root, self.size())
+        return self._run("scatter", (output, inputs, root, None), opts)
 
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None, timeout: Timeout = None
@@ -298,19 +343,19 @@ class ProcessGroupAdapter:
         if isinstance(timeout, c10d.BarrierOptions):
             timeout = None if timeout.timeout == _UNSET else timeout.timeout
         number = self._monitored.next()
-        limit_s = self.unisono_group.timeout_s if timeout is None else timeout.total_seconds()
+        limit_s = self._timeout_s or self.unisono_group.timeout_s if timeout is None else timeout.total_seconds()
         monitor.barrier(self.unisono_group, limit_s, wait_all_ranks, tag=-number)
 
     # -- point to point
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Work:
-        return self._message("send", "send", one(tensors), dst, tag, sys._getframe().f_back)
+        return self._message("send", "send", one(tensors, _TAKES_ONE), dst, tag, sys._getframe().f_back)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Work:
-        return self._message("recv", "recv", one(tensors), src, tag, sys._getframe().f_back)
+        return self._message("recv", "recv", one(tensors, _TAKES_ONE), src, tag, sys._getframe().f_back)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
-        return self._message("recv", "recvAnySource", one(tensors), None, tag, None)
+        return self._message("recv", "recvAnySource", one(tensors, _TAKES_ONE), None, tag, None)
 
     # -- how a call is made
 
@@ -333,7 +378,7 @@ class ProcessGroupAdapter:
     def _run_all(self, verb: str, name: str, calls: Sequence[tuple[Any, ...]], opts: Any, outputs: Any) -> Work:
         """Calls a verb for several tensors together; every input is read before any output is written."""
         if not calls:
-            raise refusals.not_one_tensor(0)
+            raise refusals.not_one_tensor(0, f"{name}: requires non-empty tensor list")
         calls = calls if is_plain(calls) else settled(calls)
         return self._start(verb, name, calls, opts, outputs, overlapping(calls))
 
@@ -353,6 +398,10 @@ class ProcessGroupAdapter:
                 pass  # as in _run
         return self._start(verb, name, [(tensor, peer, tag)], _IN_BACKGROUND, [tensor])
 
+    def timeout_of(self, opts: Any) -> float:
+        """The time limit of a call in seconds; 0: the group's own."""
+        return self._timeout_s if opts.timeout == _UNSET else opts.timeout.total_seconds()
+
     def _start(
         self,
         verb: str,
@@ -367,7 +416,7 @@ class ProcessGroupAdapter:
         ``apart`` are the ids of tensors that need copies in any case.
         """
         now = not opts.asyncOp and self._batch is None
-        timeout_s = self._timeout_s if opts.timeout == _UNSET else opts.timeout.total_seconds()
+        timeout_s = self.timeout_of(opts)
         call = getattr(self.unisono_group.transport, verb)
         end = _record(name, calls) if _profiling() else None
         copies: list[Copies] = []
@@ -382,7 +431,7 @@ class ProcessGroupAdapter:
         except ArgumentError as error:
             if end is not None:
                 end()
-            raise refusals.refusal(name, calls, error) from None
+            return self._refused(name, calls, error)
         if now:
             if end is not None:
                 end()
@@ -391,6 +440,10 @@ class ProcessGroupAdapter:
         if self._batch is not None:
             self._batch.append(work)
         return work
+
+    def _refused(self, name: str, calls: Sequence[Any], error: ArgumentError) -> Work:
+        """What becomes of a call whose arguments unisono does not take: an error in torch's words."""
+        raise refusals.refusal(name, calls, error) from None
 
     def _reduce_sparse(self, tensor: Tensor, op: Any) -> Work:
         try:

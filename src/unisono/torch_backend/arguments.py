@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -11,9 +12,11 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ..calls.splits import cut
+from ..group.group import Group
 from . import refusals
 
 Timeout: TypeAlias = timedelta | None
+Root: TypeAlias = int | None
 
 # What torch's plain forms give in the place of options -> the option that it is; numbers of any type are roots.
 _OPTIONS = {timedelta: "timeout", dist.ReduceOp: "reduceOp", dist.ReduceOp.RedOpType: "reduceOp"}
@@ -39,18 +42,42 @@ def options(kind: type[Any], given: Any, *more: Any) -> Any:
     return made
 
 
-def one(tensors: Any) -> Tensor:
-    """The tensor in a list of one, as torch gives it, or by itself."""
+def group_options(group: Group) -> Any:
+    """What torch knows a group's options by: gloo's, if this torch has gloo."""
+    gloo: Any = getattr(dist, "ProcessGroupGloo", None)
+    made = SimpleNamespace() if gloo is None else gloo._Options()
+    made._timeout = timedelta(seconds=group.timeout_s)
+    made.group_name = group.name
+    made.global_ranks_in_group = group.ranks
+    return made
+
+
+def one(tensors: Any, words: str = "requires a single-element tensor list") -> Tensor:
+    """The tensor in a list of one, as torch gives it, or by itself; else an error that has gloo's words."""
     if type(tensors) is not list and isinstance(tensors, Tensor):
         return tensors
     if len(tensors) != 1:
-        raise refusals.not_one_tensor(len(tensors))
+        raise refusals.not_one_tensor(len(tensors), words)
     return tensors[0]  # type: ignore[no-any-return]
 
 
-def inner(lists: Any) -> Any:
-    """The list of tensors in a list of one list, as torch gives it, or by itself."""
-    return lists[0] if len(lists) == 1 and isinstance(lists[0], (list, tuple)) else lists
+def inner(lists: Any, words: str) -> Any:
+    """The list of tensors in a list of one list, as torch gives it, or by itself; else an error with these words."""
+    if len(lists) == 1 and isinstance(lists[0], (list, tuple)):
+        return lists[0]
+    if not lists or isinstance(lists[0], (list, tuple)):
+        raise refusals.RefusedValueError(f"ProcessGroupUnisono::{words}, got {len(lists)}")
+    return lists
+
+
+def of_root(name: str, lists: Any, rank: int, root: int, size: int) -> Any:
+    """The list of a gather's or scatter's root, None elsewhere; an error where gloo has one."""
+    what = "output" if name == "gather" else "input"
+    if rank == root:
+        return inner(lists, f"{name}: requires a single-element {what} list containing a list with {size} tensors")
+    if lists and 0 <= root < size:
+        raise refusals.RefusedValueError(f"ProcessGroupUnisono::{name}: requires empty {what} on non-root")
+    return None
 
 
 def counts(tensor: Tensor, splits: Sequence[int], size: int) -> Sequence[int] | None:

@@ -47,10 +47,10 @@ def split_group(
         return None
     distributed_c10d._register_pg_in_world(
         child,
-        backend_name="unisono",
+        backend_name=parent.name(),
         store=child.get_group_store(),
         group_name=child.group_name,
-        backend_config="cpu:unisono",
+        backend_config=f"cpu:{parent.name()}",
         rank_mapping={dist.get_global_rank(parent_group, rank): i for i, rank in enumerate(mine)},
     )
     return child

@@ -43,13 +43,26 @@ def refusal(name: str, arguments: Sequence[Any], error: ArgumentError) -> Except
     return made(f"ProcessGroupUnisono::{name}: {text}")
 
 
-def not_one_tensor(count: int) -> Exception:
-    """The error for a list that should hold one tensor."""
+class NotOneTensor(Exception):
+    """A list that should hold one tensor holds none or several."""
+
+
+class NoTensors(NotOneTensor, RefusedLayoutError):
+    """A list of tensors is empty."""
+
+
+class SeveralTensors(NotOneTensor, RefusedValueError):
+    """A list holds more than one tensor."""
+
+
+def not_one_tensor(count: int, words: str) -> Exception:
+    """The error for a list that should hold one tensor; ``words`` are gloo's, torch's dispatcher has others."""
     if count == 0:
-        return RefusedLayoutError(
+        return NoTensors(
             "There were no tensor arguments to this function (e.g., you passed an empty list of Tensors)"
+            f" (ProcessGroupUnisono::{words})"
         )
-    return RefusedValueError(f"ProcessGroupUnisono takes a single tensor, expected a list of one, got {count}")
+    return SeveralTensors(f"ProcessGroupUnisono::{words}, got {count}")
 
 
 # The words of NCCL's group, since gloo's are about its own internals.

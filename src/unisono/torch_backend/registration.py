@@ -86,13 +86,18 @@ def wanted_backends() -> dict[str, str]:
 
     torch tells a backend nothing of the others, and puts a process group written in Python in the place of all of them.
     """
+    config = torch_is_making().get("backend_config")
+    return {} if config is None else {device: str(name) for device, name in config.get_device_backend_map().items()}
+
+
+def torch_is_making() -> dict[str, Any]:
+    """What torch has said of the group that it is making: the variables of its own function, empty if it makes none."""
     frame = sys._getframe(1)
     while frame.f_code.co_name != "_new_process_group_helper":
         if frame.f_back is None:
             return {}
         frame = frame.f_back
-    config = frame.f_locals.get("backend_config")
-    return {} if config is None else {device: str(name) for device, name in config.get_device_backend_map().items()}
+    return frame.f_locals
 
 
 ProcessGroupAdapter.group_type = ProcessGroupUnisono

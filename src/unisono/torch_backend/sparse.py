@@ -1,4 +1,7 @@
-"""Sparse all_reduce: gathers indices and values of all ranks, unpadded, and adds them up in rank order."""
+"""Sparse all_reduce: gathers indices and values of all ranks, unpadded, and adds them up by the number rule.
+
+That is the tree over ranks, in float32 for 16-bit types; a rank without an entry at a place is not there.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,25 @@ def all_reduce(group: Group, tensor: torch.Tensor, op: Any) -> torch.Tensor:
     all_values = torch.empty(total, *values.shape[1:], dtype=values.dtype)
     width = all_values[0].numel() if total else 0
     group.all_gather(all_values, values, [n * width for n in entries])
-    result = torch.sparse_coo_tensor(all_indices.t(), all_values, mine.shape, check_invariants=False).coalesce()
-    return tensor.copy_(result)
+    if values.dtype in (torch.float16, torch.bfloat16):
+        all_values = all_values.float()
+    parts = [
+        torch.sparse_coo_tensor(i.t(), v, mine.shape, check_invariants=False, is_coalesced=True)
+        for i, v in zip(
+            torch.split_with_sizes(all_indices, entries), torch.split_with_sizes(all_values, entries), strict=True
+        )
+    ]
+    while len(parts) > 1:
+        sums = [_add(left, right) for left, right in zip(parts[::2], parts[1::2], strict=False)]
+        parts = sums + parts[len(sums) * 2 :]
+    return tensor.copy_(parts[0].to(values.dtype))
+
+
+def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Two coalesced tensors added: no place has more than two entries, the left one first."""
+    indices = torch.cat([left.indices(), right.indices()], dim=1)
+    values = torch.cat([left.values(), right.values()])
+    return torch.sparse_coo_tensor(indices, values, left.shape, check_invariants=False).coalesce()
 
 
 def _mismatch(group: Group, facts: torch.Tensor) -> MismatchError:

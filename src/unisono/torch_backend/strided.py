@@ -109,6 +109,20 @@ def overlapping(calls: Sequence[tuple[Any, ...]]) -> set[int]:
     return found
 
 
+def share_memory(tensors: Sequence[torch.Tensor], same_may: bool) -> bool:
+    """Whether two of these tensors share a byte; ``same_may``: one that is there twice does not count."""
+    spans = sorted(((*_reach(tensor), tensor) for tensor in _dense(list(tensors))), key=lambda span: span[0])
+    reaching: list[tuple[int, int, torch.Tensor]] = []
+    for span in spans:
+        reaching = [other for other in reaching if other[1] > span[0]]
+        for _, _, other in reaching:
+            same = other.data_ptr() == span[0] and other.stride() == span[2].stride() and other.shape == span[2].shape
+            if not (same and same_may) and _share_a_byte(other, span[2]):
+                return True
+        reaching.append(span)
+    return False
+
+
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:
     """The first address of a tensor, and the first behind it."""
     start = tensor.data_ptr()

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from ..base.errors import call_site, make_error
+from .. import _core
+from ..base.errors import make_error
 from ..base.ops import name_of
 
 NO_OP = -1
@@ -51,7 +52,7 @@ class Request:
         self.digest, facts = find(verb, dtype, op, tuple(counts))
         if table is not None:
             facts += _short(f"sends {list(table[0])} expects {list(table[1])}")
-        words = f"{facts}   {call_site()}".encode()  # cut by struct, or filled up with zeros
+        words = f"{facts}   {_core.call_site()}".encode()  # cut by struct, or filled up with zeros
         numbers = [*table[0], *table[1]] if table is not None else [0] * (2 * size)
         self.bytes = _HEAD.pack(self.digest, factor, words) + struct.pack(f"<{2 * size}q", *numbers)
 
@@ -78,7 +79,7 @@ def compare(pg: ProcessGroup, seq: int, request: Request, shown: Sequence[bytes]
     """
     differing = [rank for rank, bytes in enumerate(shown) if bytes[:_DIGEST_BYTES] != request.digest]
     if not differing and request.is_exchange:
-        differing = _misfits(shown)
+        differing = misfits(shown)
     if differing:
         text = "ranks were asked for different things"
         lines = [_words(bytes) for bytes in shown]
@@ -94,7 +95,7 @@ def meet(shown: Sequence[bytes], sender: int, receiver: int) -> bool:
     return bool(_table(shown[sender], size)[receiver] == _table(shown[receiver], size)[size + sender])
 
 
-def _misfits(shown: Sequence[bytes]) -> list[int]:
+def misfits(shown: Sequence[bytes]) -> list[int]:
     """The ranks that send another something else than it expects, or the other way round."""
     size = len(shown)
     tables = [_table(bytes, size) for bytes in shown]

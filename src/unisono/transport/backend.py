@@ -27,7 +27,9 @@ from ..base.counter import Counter
 from ..base.errors import make_argument_error
 from ..base.handle import Handle, Pending
 from ..base.tensors import plain
+from . import late
 from .agreement import NO_OP, Request, compare
+from .outputs import are_shapes, new_output
 from .pending import Step, WorksPending, nothing
 from .protocol import Counts, Factor, Output, Seconds, Tensors
 
@@ -47,19 +49,21 @@ def _verb(output: int, input: int, root: int | None = None) -> Callable[[Verb], 
     def complete(begin: Verb) -> Verb:
         @wraps(begin)
         def verb(self: BackendTransport, *args: Any) -> Any:
-            made = None
-            rows = args[output]
-            if isinstance(rows, int):
-                tensors = list(args)
+            made: Any = None
+            asked, tensors = args[output], list(args)
+            if isinstance(asked, int):
                 like = tensors[input] = plain(args[input])
                 tensors[output] = None
-                if root is None or args[root] == self.rank:
-                    if like.layout is not torch.strided and rows < 0:
-                        made = tensors[input] = like.clone()  # reduced in place
-                    else:
-                        made = torch.empty_like(like) if rows < 0 else like.new_empty((rows, *like.shape[1:]))
-                        tensors[output] = made
-                args = tuple(tensors)
+                if root is not None and args[root] != self.rank:
+                    made = like.new_zeros(1)
+                elif like.layout is not torch.strided and asked < 0:
+                    made = tensors[input] = like.clone()  # reduced in place
+                else:
+                    made = tensors[output] = new_output(begin.__name__, asked, like, self.size)
+            elif are_shapes(asked):
+                tensors[input] = [plain(tensor) for tensor in args[input]]
+                made = tensors[output] = tuple(tensors[input][0].new_empty(shape) for shape in asked)
+            args = tuple(tensors)
             pending = begin(self, *args)
             if pending is None:
                 return made
@@ -80,6 +84,7 @@ class BackendTransport:
     """
 
     cache_bytes = 0
+    by_tree = False
 
     def __init__(self, pg: ProcessGroup, keeps_input: bool = False) -> None:
         self._pg = weakref.ref(pg)  # held weakly, or the group would never be freed
@@ -323,7 +328,8 @@ def pending_works(works: Sequence[dist.Work | None], async_op: bool, after: Step
         return WorksPending(works, after)
     for work in works:
         if work is not None:
-            work.wait()
+            with late.waiting("a call on another backend"):
+                work.wait()
     after()
     return None
 

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from ..group.group import Group
 from ..group.names import GroupLike, devices_of, native, resolve
+from . import hosts  # noqa: F401  (sets how ranks join, on one host or over several)
 from .backend import BackendTransport
 from .gloo import GlooTransport
 from .lists import AscendTransport, ListsTransport

@@ -7,8 +7,8 @@ meets data of an equal request. If requests differ, every rank reads so in the h
 Of two ranks the lower one writes first and the higher one answers. When both write at once, gloo's thread may find the
 connection locked by a sender that it has itself displaced from the CPU, and tries again until its time slice ends.
 
-A reduce-scatter receives the chunk of this rank piece by piece from all peers, and combines each piece in rank order
-with the core's kernels: the same bits as on a unisono group. While a piece is combined the next ones arrive. The memory
+A reduce-scatter receives the chunk of this rank piece by piece from all peers, and combines each piece with
+the core's kernels: the same bits as on a unisono group. While a piece is combined the next ones arrive. The memory
 for pieces is at most the size of the output (or ``_LEAST_SCRATCH``, if that is more).
 """
 
@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from .. import _core
 from ..base.errors import MismatchError
 from ..base.handle import Pending
+from . import late
 from .agreement import NO_OP, Request, compare, meet, request_bytes
 from .backend import BackendTransport, check_reduction
 from .pending import ProgressThread, Step, nothing
@@ -269,7 +270,8 @@ class _Messages:
         requests = [self.request.bytes] * self.transport.size
         for peer in sorted(self.received):
             header, work = self.received[peer]
-            work.wait()
+            with late.waiting("call #%d on gloo: rank %d has not come", self.seq, peer):
+                work.wait()
             requests[peer] = string_at(header.data_ptr(), self.transport.head_bytes)
             if peer < self.transport.rank and not self.replied:
                 self._write(peer)

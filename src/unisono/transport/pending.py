@@ -14,6 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from . import late
+
 _LINGER_S = 2.0  # how long the end of the process waits for calls under way
 
 Step = Callable[[], None]
@@ -65,7 +67,8 @@ class WorksPending:
             if timeout_s:
                 work.wait(timedelta(seconds=timeout_s))  # torch counts milliseconds, and 0 is no limit
             else:
-                work.wait()
+                with late.waiting("a call on another backend"):
+                    work.wait()
             self._works.pop(0)
         except Exception as error:
             if work is not None and timeout_s and not work.is_completed():
@@ -97,6 +100,7 @@ class ThreadPending(Future[None]):
     """A call whose rest is carried out by a :class:`ProgressThread`."""
 
     source = -1
+    has_callback = False
 
     def wait(self, timeout_s: float) -> bool:
         """Waits; False if the call is not over after ``timeout_s``."""
@@ -112,16 +116,25 @@ class ThreadPending(Future[None]):
 
     def on_done(self, callback: Step, /) -> None:
         """Calls back from the progress thread, or now if the call is over."""
+        self.has_callback = True
         self.add_done_callback(lambda _: callback())
 
 
 class ProgressThread:
-    """Carries calls out in the order they were begun; the thread lives while there are any."""
+    """Carries calls out in the order they were begun; the thread lives while there are any.
+
+    A callback may make calls and wait for them: before it is called, another thread takes over what is left to do.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls: deque[tuple[Step, ThreadPending]] = deque()
         self._thread: threading.Thread | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is under way."""
+        return self._thread is None and not self._calls
 
     def carry_out(self, rest: Step) -> ThreadPending:
         """Has the rest of a call done by the thread."""
@@ -129,27 +142,40 @@ class ProgressThread:
         with self._lock:
             self._calls.append((rest, pending))
             if self._thread is None:
-                # A daemon, so that a peer that never answers does not keep the process from ending.
-                self._thread = threading.Thread(target=self._run, name="unisono-progress", daemon=True)
-                _running.add(self._thread)
-                self._thread.start()
+                self._start()
         return pending
 
+    def _start(self) -> None:
+        # A daemon, so that a peer that never answers does not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name="unisono-progress", daemon=True)
+        _running.add(self._thread)
+        self._thread.start()
+
     def _run(self) -> None:
+        me = threading.current_thread()
         while True:
             with self._lock:
-                if not self._calls:
-                    _running.discard(threading.current_thread())
-                    self._thread = None
+                if self._thread not in (me, None) or not self._calls:
+                    _running.discard(me)
+                    self._thread = None if self._thread is me else self._thread
                     return
+                self._thread = me
                 rest, pending = self._calls.popleft()
+            error = None
             try:
                 rest()
-            except BaseException as error:
-                pending.set_exception(error)
-            else:
+            except BaseException as raised:
+                error = raised
+            if pending.has_callback:
+                with self._lock:
+                    self._thread = None
+                    if self._calls:
+                        self._start()
+            if error is None:
                 pending.set_result(None)
-            del rest, pending  # the tensors are the caller's again, also while this thread lives on
+            else:
+                pending.set_exception(error)
+            del rest, pending, error  # the tensors are the caller's again, also while this thread lives on
 
 
 _running: set[threading.Thread] = set()

@@ -4,6 +4,7 @@ An adapter reads what a user wrote (``unisono.calls``), finds the group's transp
 and calls one verb of it. Transports are
 
     unisono._core.Communicator   the core, on groups of ours; the protocol is its Python interface
+    HostsTransport               groups of ours over several hosts: the core inside, an engine between
     GlooTransport                gloo: send and receive in place
     ListsTransport               nccl, hccl, xccl: list forms that take unequal tensors
     BackendTransport             any other backend: one broadcast, or one reduce, per rank
@@ -15,8 +16,10 @@ name or a torch ReduceOp, as ``_core.read_op`` reads it; ranks are ranks in the 
 the group's, as it always is on other backends. A verb returns None when the call is over, or with ``async_op`` a
 Handle. Arguments are passed by position.
 
-An output may also be a number: the rows of a new tensor like the input, -1 for as many as that has. The verb then
-returns the new tensor, or with ``async_op`` a Handle that has it; the input may have gaps, and is copied if it has.
+An output may also be a number: the rows of a new tensor like the input, -1 for as many as the verb gives for equal
+parts (``outputs.py``). For all_to_all it may be a list of shapes. The verb then returns the new tensor or tensors, or
+with ``async_op`` a Handle that has them; the input may have gaps, and is copied if it has. Ranks that get no result, in
+a reduce or a gather, return a new 0 of shape [1].
 """
 
 from __future__ import annotations
@@ -48,6 +51,10 @@ class Transport(Protocol):
     @property
     def cache_bytes(self) -> int:
         """The cache that all ranks share; pieces of fused products are cut to fit it. 0: do not cut."""
+
+    @property
+    def by_tree(self) -> bool:
+        """Whether sums over the ranks follow the tree of core/kernels/reduce.h, whatever their size and path."""
 
     def all_reduce(
         self, tensor: Tensor, out: Output, op: Any, factor: Factor, timeout_s: Seconds, async_op: bool, /

@@ -77,7 +77,7 @@ def reduce_scatter_tensor_uneven(
     ``input_split_sizes[r]`` is the number of rows of ``input`` whose result goes to rank r; None or empty means equal.
     The output has as many elements as those rows, in any shape, and may be this rank's own rows of the input, which
     otherwise stays as it is. ``op`` is a torch ReduceOp or its name: sum, avg, product, min, max, band, bor, bxor,
-    premul_sum. Ranks are combined in rank order, 16-bit types in float32 with one rounding at the end, on unisono and
+    premul_sum. Ranks are combined by a binary tree, 16-bit types in float32 and rounded once at the end, on unisono and
     on gloo groups; on others as their backend does. Returns as :func:`all_gather_into_tensor_uneven`.
     """
     if (is_compiling() or type(output) is not Tensor or type(input) is not Tensor) and is_traced(group, output, input):

@@ -1,0 +1,10 @@
+// What Python asks of the process's memory: how much the heap holds, trimming it, and the switch of born.h.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace unisono {
+
+void add_memory(nanobind::module_& m);
+
+}  // namespace unisono

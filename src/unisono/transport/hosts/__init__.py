@@ -1,0 +1,20 @@
+"""Groups whose ranks live on several hosts: shared memory inside a host, another engine (gloo) between them.
+
+    joining     who shares a host, found by connecting; the engine; one communicator of the core per host
+    layout      which rank is where, and which bytes each lane carries
+    engine      send and receive between hosts: a c10d backend (gloo), or MPI
+    links       messages of one call between hosts, and how one notices that they have come
+    control     who died, left or gave up, told to every host
+    agreement   how a call begins: all ranks compare what they were asked for
+    small       small calls, which are over with that
+    bulk        large calls: steps inside the hosts and bytes between them, in pieces that overlap
+    messages    send and recv between hosts
+    state       all of a group but its verbs: how calls are made and waited for, and how it ends
+    transport   the verbs
+
+Words: a *lane* is one rank on each host, and these exchange messages; the *leader* of a host is its rank of lane 0.
+"""
+
+from . import joining
+
+__all__ = ["joining"]

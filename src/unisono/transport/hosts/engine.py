@@ -1,0 +1,151 @@
+"""Send and receive between hosts: what the transport asks of an engine, and the engines there are.
+
+The default is torch's gloo on a process group of its own, which needs no launcher; ``UNISONO_HOSTS_ENGINE`` names
+another backend of torch.distributed, or ``mpi`` for mpi4py. An engine only posts: nobody waits in it for data, since a
+wait of gloo cannot be ended. Whoever needs to know looks at the memory (links.py).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroupGloo, Store, _DistributedBackendOptions
+
+log = logging.getLogger("unisono")
+
+_SIOCGIFADDR = 0x8915
+_FOR_EVER = timedelta(days=20)
+
+
+class Work(Protocol):
+    def wait(self, timeout: timedelta = ..., /) -> Any: ...
+
+
+class Engine(Protocol):
+    """Messages between processes, matched by source, tag and order; tags are from 0 up to 2**28."""
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Work: ...
+    def recv(self, tensor: Tensor, peer: int, tag: int) -> Work: ...
+    def wait(self, work: Work) -> None:
+        """Waits as long as it takes, or until the connection closes; only threads that may be abandoned call it."""
+
+    def advance(self) -> None:
+        """For engines without threads of their own: makes messages go on."""
+
+    needs_advance: bool
+    contexts: int  # the highest number of a group on this engine that this process knows
+
+
+class BackendEngine:
+    """A backend of torch.distributed."""
+
+    needs_advance = False
+
+    def __init__(self, pg: Any) -> None:
+        self.pg = pg
+        self.contexts = 0
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        return self.pg.send([tensor], peer, tag)  # type: ignore[no-any-return]
+
+    def recv(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        return self.pg.recv([tensor], peer, tag)  # type: ignore[no-any-return]
+
+    def wait(self, work: Work) -> None:
+        work.wait(_FOR_EVER)
+
+    def advance(self) -> None:
+        """Nothing to do."""
+
+
+def open_engine(name: str, store: Store, rank: int, size: int, address: str, limit_s: float) -> Engine:
+    """The engine over all ranks; every rank calls this. ``address`` is this host's as the others reach it."""
+    if name == "mpi":
+        from .mpi import MpiEngine
+
+        return MpiEngine(store, rank, size, limit_s)
+    limit = timedelta(seconds=max(1.0, limit_s))
+    if name != "gloo":
+        return BackendEngine(_other_backend(name, store, rank, size, limit))
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = limit
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if interfaces:
+        options._devices = [ProcessGroupGloo.create_device(interface=i) for i in interfaces.split(",") if i]
+    else:
+        log.info("between hosts: gloo on %s (%s)", address, interface_of(address) or "no interface has it")
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    return BackendEngine(ProcessGroupGloo(store, rank, size, options))
+
+
+def _other_backend(name: str, store: Store, rank: int, size: int, limit: timedelta) -> Any:
+    plugin = dist.Backend._plugins.get(name.upper())
+    if plugin is None:
+        known = ", ".join(sorted(k.lower() for k in dist.Backend._plugins))
+        raise ValueError(f"UNISONO_HOSTS_ENGINE must be gloo, mpi or a registered backend ({known}), got {name!r}")
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, limit)
+    options = _DistributedBackendOptions()
+    options.store, options.group_rank, options.group_size = store, rank, size
+    options.timeout, options.group_id = limit, "unisono hosts"
+    options.global_ranks_in_group = list(range(size))
+    return plugin.creator_fn(options, None)
+
+
+# -- which address of this host the others reach
+
+
+def addresses() -> list[str]:
+    """The addresses of this host, the one that reaches the master first; loopback comes last."""
+    found = []
+    master = os.environ.get("MASTER_ADDR", "")
+    if master and (own := address_towards(master)):
+        found.append(own)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            own = _address_of(probe, name)
+            if own:
+                found.append(own)
+    return sorted(dict.fromkeys(found), key=lambda a: a.startswith("127."))
+
+
+def address_towards(host: str) -> str:
+    """The address of this host that packets to another have; empty if there is no way."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def choose_address(mine: Sequence[str], theirs: Sequence[str]) -> str:
+    """This host's address towards another that has ``theirs``: not loopback, if there is another way."""
+    for address in theirs:
+        own = address_towards(address)
+        if own and (not own.startswith("127.") or address.startswith("127.")):
+            return own
+    return mine[0] if mine else "127.0.0.1"
+
+
+def interface_of(address: str) -> str:
+    """The interface that has an address; empty if none has."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return next((name for _, name in socket.if_nameindex() if _address_of(probe, name) == address), "")
+
+
+def _address_of(probe: socket.socket, interface: str) -> str:
+    try:
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
+    except OSError:
+        return ""
+    return socket.inet_ntoa(answer[20:24])

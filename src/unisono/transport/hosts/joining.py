@@ -1,0 +1,153 @@
+"""How ranks that may be on several hosts meet: who shares a host, the communicators inside, the engine between.
+
+Two ranks share a host if one can connect to the other's Unix socket; its name is random, and abstract names belong to
+one network namespace of one machine. So each rank tries all others. If it reaches all of them, so does everybody, and
+the group is one of shared memory as ever. Else ranks publish whom they reach, and their addresses; joining the
+communicator then maps and checks what was found.
+
+``UNISONO_PRETEND_HOSTS=0,0,1,1`` makes ranks of one machine behave as if they were on several hosts: host numbers by
+rank.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ... import _core
+from ...base import settings
+from ...base.errors import CollectiveTimeoutError, SystemCallError
+from ...group import rendezvous
+from .engine import addresses, choose_address, open_engine
+from .layout import Layout
+from .transport import HostsTransport
+
+_NAP_S = 0.002
+
+
+def _is_near(other: rendezvous.Plan, mine: rendezvous.Plan) -> bool:
+    if "pretended" in other.place or "pretended" in mine.place:
+        return other.place == mine.place
+    # One that was here and is gone counts too: joining says so at once.
+    return _can_connect(other.listener) or other.place == mine.place
+
+
+def _can_connect(name: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(b"\0" + name.encode())
+        except OSError as error:
+            return error.errno == errno.EAGAIN  # it is there, and busy
+        return True
+
+
+def place_of(rank: int) -> str:
+    """Where this rank seems to be: only for telling a rank that is gone from one that is elsewhere."""
+    pretended = settings.pretend_hosts.split(",")
+    if settings.pretend_hosts and rank < len(pretended):
+        return f"pretended {pretended[rank].strip()}"
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        network = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        boot, network = "", 0
+    return f"{boot} {network} {socket.gethostname()} {' '.join(addresses())}"
+
+
+def meet(
+    listener: _core.Listener, plans: Sequence[rendezvous.Plan], rank: int, name: str, nonce: bytes, identity: int,
+    timeout_s: float, deadline_s: float, store: Store,
+) -> Any:  # fmt: skip
+    """The group's communicator, or if its ranks are on several hosts the transport over them."""
+    size = len(plans)
+    near = [r for r, plan in enumerate(plans) if r == rank or _is_near(plan, plans[rank])]
+    names = [plans[r].listener for r in near]
+    left_s = max(0.0, deadline_s - time.monotonic())
+    if len(near) == size:
+        return listener.join(rank, size, name, nonce, identity, timeout_s, names, left_s)
+    views = _publish(store, rank, size, near, name, deadline_s)
+    hosts = sorted({tuple(view["near"]) for view in views})
+    for r, view in enumerate(views):
+        if [h for h in hosts if r in h] != [tuple(view["near"])]:
+            raise SystemCallError(
+                f'group "{name}": rank {r} reaches ranks {view["near"]} of its host, others differ: {hosts}'
+            )
+    comm = listener.join(near.index(rank), len(near), name, nonce, identity, timeout_s, names, left_s)
+    layout = Layout(rank, hosts, [views[h[0]]["host"] for h in hosts])
+    other = next(h[0] for h in hosts if rank not in h)
+    address = choose_address(views[rank]["addresses"], views[other]["addresses"])
+    left_s = max(1.0, deadline_s - time.monotonic())
+    engine = open_engine(settings.hosts_engine, PrefixStore("engine", store), rank, size, address, left_s)
+    return HostsTransport(comm, layout, engine, 0, list(range(size)), name, identity, timeout_s)
+
+
+def _publish(store: Store, rank: int, size: int, near: list[int], name: str, deadline_s: float) -> list[dict[str, Any]]:
+    """Shows whom this rank reaches, and reads it of all."""
+    mine = {"near": near, "addresses": addresses(), "host": socket.gethostname()}
+    store.set(f"host/{rank}", json.dumps(mine))
+    keys = [f"host/{r}" for r in range(size)]
+    while not store.check(keys):
+        if time.monotonic() > deadline_s:
+            late = [r for r in range(size) if not store.check([keys[r]])]
+            error = CollectiveTimeoutError(f'group "{name}": ranks {late} did not say which host they are on')
+            error.op, error.group, error.rank, error.peers = "join", name, rank, tuple(late)
+            raise error
+        time.sleep(_NAP_S)
+    return [json.loads(value) for value in store.multi_get(keys)]
+
+
+rendezvous.meet_hosts = meet
+rendezvous.place_of = place_of
+
+
+def split(
+    parent: HostsTransport, members: Sequence[int], contexts: Sequence[int], rank: int, name: str, id: int,
+    timeout_s: float,
+) -> _core.Communicator | HostsTransport:  # fmt: skip
+    """A group of some ranks of another: of one host only, then it is one of shared memory, or over the same engine.
+
+    ``contexts`` are the highest that each member has seen on the engine: the new group's is one more than all of them.
+    """
+    layout, engine = parent.layout, parent.links.engine
+    engine.contexts = max(contexts) + 1
+    near = [i for i, r in enumerate(members) if layout.host_of[r] == layout.host]
+    places = [layout.mine.index(members[i]) for i in near]
+    comm = _split_inside(parent.comm, places, near.index(rank), name, id, timeout_s)
+    if len(near) == len(members):
+        return comm
+    hosts: dict[int, list[int]] = {}
+    for i, r in enumerate(members):
+        hosts.setdefault(layout.host_of[r], []).append(i)
+    child = Layout(rank, list(hosts.values()), [layout.names[h] for h in hosts])
+    numbers = [parent.links.numbers[r] for r in members]
+    return HostsTransport(comm, child, engine, engine.contexts, numbers, name, id, timeout_s)
+
+
+def _split_inside(
+    comm: _core.Communicator, places: list[int], rank: int, name: str, id: int, timeout_s: float
+) -> _core.Communicator:
+    """The communicator of some of this host's ranks. Only these are asked: they tell one another by messages."""
+    block = comm.make_block(len(places))
+    tag = -(id >> 2) - 1  # negative tags are ours
+    mine = torch.tensor([block])
+    theirs = {p: torch.zeros(1, dtype=torch.int64) for p in places if p != comm.rank}
+    try:
+        coming = [comm.recv(theirs[p], p, tag, timeout_s, True) for p in theirs]
+        going = [comm.send(mine, p, tag, timeout_s, True) for p in theirs]
+        for handle in (*coming, *going):
+            handle.wait()  # type: ignore[union-attr]
+        blocks = [block if p == comm.rank else int(theirs[p]) for p in places]
+        return comm.split(places, blocks, rank, name, id, timeout_s)
+    except BaseException as error:
+        comm.drop_block(block, rank, f"a rank could not join the split: {error}")
+        raise

@@ -1,0 +1,110 @@
+"""Which rank is on which host, and which bytes each lane carries: numbers only, the same on every rank.
+
+There are as many lanes as the smallest host has ranks: lane i is the i-th rank of each host. What a host sends, and
+what it gets, is cut by elements into equal shares, one for each lane, whatever the ranks' own counts are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+
+Span = tuple[int, int]  # first element, and one after the last
+
+
+class Layout:
+    """The hosts of a group, ordered by their lowest rank, as one rank sees them."""
+
+    def __init__(self, rank: int, hosts: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+        order = sorted(range(len(hosts)), key=lambda h: min(hosts[h]))
+        self.hosts = [sorted(hosts[h]) for h in order]
+        self.names = [names[h] for h in order]
+        self.rank = rank
+        self.size = sum(map(len, hosts))
+        self.host_of = [0] * self.size
+        for h, ranks in enumerate(self.hosts):
+            for r in ranks:
+                self.host_of[r] = h
+        self.host = self.host_of[rank]
+        self.mine = self.hosts[self.host]  # the ranks of this host
+        self.local = self.mine.index(rank)
+        self.lanes = min(map(len, self.hosts))
+        self.others = [h for h in range(len(self.hosts)) if h != self.host]
+
+    @property
+    def count(self) -> int:
+        """How many hosts there are."""
+        return len(self.hosts)
+
+    @property
+    def is_leader(self) -> bool:
+        return self.local == 0
+
+    @property
+    def has_lane(self) -> bool:
+        return self.local < self.lanes
+
+    def lane_peer(self, host: int) -> int:
+        """The rank on another host that is in this rank's lane."""
+        return self.hosts[host][self.local]
+
+    def leader(self, host: int) -> int:
+        return self.hosts[host][0]
+
+    def words(self, rank: int) -> str:
+        """``rank 3 on host 1 (node7)``."""
+        h = self.host_of[rank]
+        return f"rank {rank} on host {h} ({self.names[h]})"
+
+    def host_words(self, host: int) -> str:
+        ranks = ", ".join(map(str, self.hosts[host]))
+        return f"host {host} ({self.names[host]}, rank{'s' if len(self.hosts[host]) > 1 else ''} {ranks})"
+
+    @cached_property
+    def is_contiguous(self) -> bool:
+        """Whether the hosts' ranks follow one another."""
+        return [r for ranks in self.hosts for r in ranks] == list(range(self.size))
+
+
+def spans_of(counts: Sequence[int]) -> list[Span]:
+    """Where each rank's chunk is in the whole."""
+    ends = list(accumulate(counts))
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def joined(spans: Sequence[Span]) -> list[Span]:
+    """The spans without empty ones, those that touch put together."""
+    runs: list[Span] = []
+    for start, end in spans:
+        if start == end:
+            continue
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], end)
+        else:
+            runs.append((start, end))
+    return runs
+
+
+def lane_pieces(spans: Sequence[Span], lanes: int, piece: int) -> list[list[Span]]:
+    """The pieces of each lane: equal shares of all the spans together, each in parts of at most ``piece`` elements.
+
+    A piece is one span: it ends where the memory has a gap.
+    """
+    runs = joined(spans)
+    total = sum(end - start for start, end in runs)
+    edges = [total * i // lanes for i in range(lanes + 1)]
+    shares: list[list[Span]] = [[] for _ in range(lanes)]
+    at = 0
+    for start, end in runs:
+        for lane, pieces in enumerate(shares):
+            first, last = max(edges[lane], at), min(edges[lane + 1], at + end - start)
+            for a in range(first, last, piece):
+                pieces.append((start + a - at, start + min(a + piece, last) - at))
+        at += end - start
+    return shares
+
+
+def overlap(one: Span, other: Span) -> Span:
+    start, end = max(one[0], other[0]), min(one[1], other[1])
+    return (start, end) if start < end else (start, start)

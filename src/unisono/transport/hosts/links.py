@@ -1,0 +1,119 @@
+"""The messages of one group between hosts, and how one notices that they have come.
+
+gloo's receive can be waited for but neither asked nor ended. But it fills memory in the order of sending, so every
+message ends with a *word* that both ends know, made of the group, the call and the message's place in it. A large
+message goes from and to the caller's memory, and its word follows as a message of its own, the *seal*: both travel over
+one connection, so when the seal is there, all is there. Waiting is the core's ``await_words``, which also looks at the
+group's health.
+
+Who sends from memory that is not its own to keep waits for the receiver's *acknowledgement*, a word too.
+Dropping the works of messages that have not come withdraws them: nothing is written into the caller's memory then.
+"""
+
+from __future__ import annotations
+
+from ctypes import memmove, string_at
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .engine import Engine
+
+Word = tuple[int, int]  # address, and the value that it will have
+
+_MASK = (1 << 64) - 1
+HEADER, DATA, SEAL, ACK, CONTROL, LETTER = range(6)  # kinds of messages
+
+
+class Links:
+    """Messages of one group; ``numbers[r]`` is rank r's number in the engine.
+
+    ``context`` tells groups of one engine apart: no two that share two ranks have the same (see joining.py). So
+    messages of collectives never meet those of another group, call or piece that are under way at the same time; those
+    that get the same tag later arrive in the order of sending.
+    """
+
+    def __init__(self, engine: Engine, context: int, id: int, numbers: list[int], rank: int) -> None:
+        self.engine = engine
+        self.context = context
+        self.id = id
+        self.numbers = numbers
+        self.rank = rank
+
+    def tag(self, kind: int, seq: int = 0, index: int = 0) -> int:
+        """The tag of a collective's message: 9 bits of the group, 3 of the kind, 4 of the call, 11 of the piece."""
+        return (self.context & 0x1FF) << 18 | kind << 15 | (seq & 0xF) << 11 | index & 0x7FF
+
+    def letter_tag(self, kind: int, *place: int) -> int:
+        """The tag of a user's message, of which there may be any number at one time: a hash, apart from the others."""
+        return 1 << 27 | hash((self.id, kind, *place)) & 0x7FF_FFFF
+
+    def word(self, *place: int) -> int:
+        """What ends a message; never 0."""
+        return (hash((self.id, 7, *place)) * 0x9E37_79B9_7F4A_7C15 + 1) & _MASK | 1
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        return self.engine.send(tensor, self.numbers[peer], tag)
+
+    def recv(self, tensor: Tensor, peer: int, tag: int) -> Any:
+        return self.engine.recv(tensor, self.numbers[peer], tag)
+
+
+def read_bytes(tensor: Tensor, start: int, end: int) -> bytes:
+    """Some bytes of a tensor of bytes; operations of torch would cost more than the message."""
+    return string_at(tensor.data_ptr() + start, end - start)
+
+
+def write_bytes(tensor: Tensor, start: int, data: bytes) -> None:
+    """Puts bytes into a tensor of bytes."""
+    if start + len(data) > tensor.numel():
+        raise ValueError(f"{len(data)} bytes at {start} do not fit into {tensor.numel()}")
+    memmove(tensor.data_ptr() + start, data, len(data))
+
+
+def signed(word: int) -> int:
+    """A word as torch's int64 has it."""
+    return word - (1 << 64) if word >= 1 << 63 else word
+
+
+class Bulk:
+    """The large messages of one call; ``index`` numbers those between two ranks, the same on both."""
+
+    def __init__(self, links: Links, seq: int) -> None:
+        self.links = links
+        self.seq = seq
+        self._held: list[Any] = []  # works and words, until the call is over
+        self._acknowledged: list[Any] = []  # acknowledgements, which may be on their way when it is
+
+    def send(self, tensor: Tensor, peer: int, index: int) -> None:
+        links, me = self.links, self.links.rank
+        seal = torch.tensor([signed(links.word(self.seq, SEAL, me, peer, index))])
+        self._held.append(links.send(tensor, peer, links.tag(DATA, self.seq, index)))
+        self._held.append((links.send(seal, peer, links.tag(SEAL, self.seq, index)), seal))
+
+    def recv(self, tensor: Tensor, peer: int, index: int) -> Word:
+        """Posts a receive; the word says when it is over."""
+        self._held.append(self.links.recv(tensor, peer, self.links.tag(DATA, self.seq, index)))
+        return self._word(SEAL, peer, index)
+
+    def acknowledge(self, peer: int, index: int) -> None:
+        """Tells a peer that its message has been read."""
+        links, me = self.links, self.links.rank
+        word = torch.tensor([signed(links.word(self.seq, ACK, me, peer, index))])
+        work = links.send(word, peer, links.tag(ACK, self.seq, index))
+        self._acknowledged.append((work, word))
+
+    def acknowledgement(self, peer: int, index: int) -> Word:
+        """Posts a receive for a peer's acknowledgement."""
+        return self._word(ACK, peer, index)
+
+    def _word(self, kind: int, peer: int, index: int) -> Word:
+        links, me = self.links, self.links.rank
+        place = torch.zeros(1, dtype=torch.int64)
+        self._held.append((links.recv(place, peer, links.tag(kind, self.seq, index)), place))
+        return place.data_ptr(), links.word(self.seq, kind, peer, me, index)
+
+    def end(self) -> None:
+        """Lets go of all messages but acknowledgements; those that have not come never will."""
+        self._held.clear()

@@ -1,0 +1,74 @@
+"""Errors that new users met name the cure, and a default group that appears by itself says so."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import unisono
+from unisono.testing import run_ranks
+
+
+def rows_for_elements(group):
+    whole, part = torch.zeros(5, 4), torch.zeros([2, 3][group.rank], 4)
+    with pytest.raises(ValueError, match=r"counts are elements, not rows: for rows of 4 pass \[8, 12\]"):
+        group.all_gather(whole, part, counts=[2, 3])
+    with pytest.raises(ValueError, match="add up to the 20 elements") as caught:
+        group.all_gather(whole, part, counts=[2, 5])
+    assert "rows" not in str(caught.value)
+    group.barrier()
+
+
+def test_rows_given_for_elements():
+    run_ranks(2, rows_for_elements)
+
+
+CASES = [
+    (lambda x, w, g: unisono.matmul_all_reduce(x, [w], g), TypeError, r"pass weight\[0\] itself"),
+    (lambda x, w, g: unisono.matmul_all_reduce(x, [w, w], g), TypeError, "the grouped form of this function"),
+    (lambda x, w, g: unisono.grouped_matmul_all_reduce(x, [w, w], g, group_list=[1, 2]), ValueError, "split_item=1"),
+    (
+        lambda x, w, g: unisono.grouped_matmul_all_reduce([x, x], [w, w], g, split_item=1),
+        ValueError,
+        "pass split_item=0 for a list of results, 2 for one",
+    ),
+    (lambda x, w, g: unisono.matmul_all_reduce(x, w, [w]), TypeError, "a list is meant for another argument"),
+]
+
+
+def fused_cures(group):
+    for call, kind, words in CASES:
+        with pytest.raises(kind, match=words):
+            call(torch.zeros(3, 4), torch.zeros(4, 2), group)
+
+
+def test_fused_errors_name_the_cure():
+    run_ranks(1, fused_cures)
+
+
+SCRIPT = """
+    import torch, torch.distributed as dist, unisono
+    print("sum", unisono.comm_func.all_reduce(torch.ones(1))[0].item())
+    dist.destroy_process_group()
+    try:
+        unisono.comm_func.all_reduce(torch.ones(1))
+    except ValueError as error:
+        print("refused", "it was destroyed" in str(error))
+"""
+
+
+@pytest.mark.parametrize("torchrun", [True, False])
+def test_a_default_group_that_appears_by_itself(torchrun, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"] if torchrun else []
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    done = subprocess.run([sys.executable, *start, str(script)], capture_output=True, text=True, timeout=100, env=kept)
+    if torchrun:
+        assert done.stdout.split() == ["sum", "1.0", "refused", "True"], done.stderr
+        assert done.stderr.count("no default process group: made one") == 1
+    else:
+        assert done.returncode != 0 and "start the ranks by `torchrun" in done.stderr

@@ -1,0 +1,151 @@
+"""What is said about a rank that others wait for: dead and how, stopped, slow, left, never there; and where it was."""
+
+import logging
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import unisono
+from unisono.base import log
+from unisono.testing import run_ranks
+
+LIMIT_S = 8.0
+
+
+class _Heard(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+        logging.getLogger("unisono").addHandler(self)
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def _late(group, how):
+    """Rank 1 comes late to the second call; what rank 0's log says meanwhile."""
+    heard = _Heard()
+    group = group.split([0, 1], timeout_s=LIMIT_S)
+    pid = torch.tensor([os.getpid()])
+    group.broadcast(pid, 1)
+    if group.rank == 1:
+        time.sleep(LIMIT_S / 4 + 1.0)
+    elif how == "stopped":
+        os.kill(int(pid), signal.SIGSTOP)
+        again = threading.Timer(LIMIT_S / 2, os.kill, (int(pid), signal.SIGCONT))
+        again.start()
+    if how == "async":
+        group.barrier(async_op=True).wait()
+    else:
+        group.barrier()
+    return heard.texts
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_a_late_rank_is_in_the_log_with_its_line(how):
+    waiting, late = run_ranks(2, _late, how, timeout_s=60)
+    assert late == []
+    assert len(waiting) >= 1, "no warning"
+    assert "barrier #2" in waiting[0] and "test_told_apart.py:" in waiting[0], waiting[0]
+    line = waiting[0].splitlines()[1]
+    assert line.strip().startswith("rank 1   pid ") and "slow (" in line, line
+    assert "last call broadcast #1 at test_told_apart.py:" in line and "in no call" in line, line
+
+
+def test_a_stopped_rank_is_in_the_log_as_stopped():
+    waiting, _ = run_ranks(2, _late, "stopped", timeout_s=60)
+    assert any("   stopped   " in text for text in waiting), waiting
+
+
+def test_nobody_late_nothing_in_the_log():
+    assert run_ranks(2, _in_time, timeout_s=60) == [[], []]
+
+
+def _in_time(group):
+    heard = _Heard()
+    for _ in range(100):
+        group.barrier()
+    return heard.texts
+
+
+def _dies(group, how):
+    group.barrier()
+    if group.rank == 1:
+        if how == "exit":
+            os._exit(7)
+        os.kill(os.getpid(), getattr(signal, how))
+    try:
+        group.barrier()
+    except unisono.PeerLostError as error:
+        return str(error)
+    return "fine"
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV", "exit"])
+def test_how_a_rank_died_is_said_if_its_parent_has_not_asked_yet(how):
+    said = run_ranks(2, _dies, how, timeout_s=60, check=False)[0]
+    assert "rank 1 died (pid " in said, said
+    words = {"SIGKILL": "signal 9", "SIGSEGV": "signal 11", "exit": "exit code 7"}[how]
+    # The parent may have been faster; then nobody on this side can know.
+    assert words in said or ("signal" not in said and "exit code" not in said), said
+
+
+def _sites(group):
+    """The source line that the recorder has of calls through every adapter."""
+    from unisono.trace import records
+
+    lines = {}
+    x = unisono.zeros(4)
+
+    def note(name):
+        lines[name] = records.read_process(os.getpid())["operations"][-1]
+
+    group.all_reduce(x)
+    note("group")
+    unisono.comm_func.all_reduce(x, group=group)
+    note("comm_func")
+    group.all_reduce(x, async_op=True).wait()
+    note("async")
+    unisono.matmul_all_reduce(torch.ones(4, 4), torch.ones(4, 4), group=group)
+    note("fused")
+    dist.init_process_group("unisono", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(x)
+    note("dist")
+    work = dist.all_gather_into_tensor(torch.empty(4), x, async_op=True)
+    work.wait()
+    note("work")
+    dist.destroy_process_group()
+    return {name: (o["op"], o["site"], o["state"]) for name, o in lines.items()}
+
+
+def test_every_adapter_notes_the_programs_line():
+    (found,) = run_ranks(1, _sites, timeout_s=60)
+    for name, (op, site, state) in found.items():
+        assert site.startswith("test_told_apart.py:"), (name, op, site)
+        assert state == "done", (name, state)
+    assert len({site for _, site, _ in found.values()}) == len(found), found
+
+
+def _on_gloo(group, path):
+    """Rank 1 comes late to a call on gloo."""
+    heard = _Heard()
+    log.WARN_AFTER_S = 0.5
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=group.rank, world_size=2)
+    for late in (False, True):
+        if late and group.rank == 1:
+            time.sleep(3.0)
+        unisono.all_gather_into_tensor_uneven(torch.empty(3), torch.ones(1 + group.rank), [1, 2])
+    dist.destroy_process_group()
+    return heard.texts
+
+
+def test_a_late_rank_on_gloo_is_in_the_log(tmp_path):
+    waiting, late = run_ranks(2, _on_gloo, str(tmp_path / "store"), timeout_s=60)
+    assert late == [] and len(waiting) == 1, (waiting, late)
+    assert "rank 1 has not come" in waiting[0] and "test_told_apart.py:" in waiting[0], waiting

@@ -1,0 +1,99 @@
+"""What carries bytes between hosts: another backend by a setting; which address is chosen, and said."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
+
+import unisono
+from tests.multihost.pretended import LAYOUTS, over_hosts
+from unisono.base import settings
+from unisono.transport.hosts import engine
+
+made = []
+
+
+def _make(store, rank, size, timeout):
+    made.append(size)
+    return ProcessGroupGloo(store, rank, size, timeout)
+
+
+def with_engine(group, name):
+    if "OTHER" not in dist.Backend._plugins:
+        dist.Backend.register_backend("other", _make, devices=["cpu"])
+    settings.hosts_engine = name
+    try:
+        with over_hosts(group, LAYOUTS["2+2"]) as over:
+            tensor = torch.ones(100_000)
+            over.all_reduce(tensor)
+            return tensor[-1].item(), len(made)
+    except ValueError as error:
+        return str(error), 0
+    finally:
+        settings.hosts_engine = "gloo"
+
+
+@pytest.mark.parametrize("size", [4])
+def test_another_backend(pool, size):
+    assert pool.run(with_engine, "other") == [(4.0, 1)] * size
+
+
+def no_engine(group):
+    settings.hosts_engine = "nobody"
+    try:
+        with over_hosts(group, LAYOUTS["2+2"]):
+            return ""
+    except ValueError as error:
+        return str(error)
+    finally:
+        settings.hosts_engine = "gloo"
+
+
+@pytest.mark.parametrize("size", [4])
+def test_an_unknown_engine_is_refused(pool, size):
+    assert all("got 'nobody'" in text for text in pool.run(no_engine))
+
+
+def log_of(group):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("unisono")
+    logger.addHandler(handler)
+    level, logger.level = logger.level, logging.INFO
+    try:
+        with over_hosts(group, LAYOUTS["2+2"]):
+            return lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@pytest.mark.parametrize("size", [4])
+def test_the_address_is_said(pool, size):
+    for lines in pool.run(log_of):
+        assert any("gloo on " in line for line in lines), lines
+
+
+def test_addresses(monkeypatch):
+    assert "127.0.0.1" in engine.addresses()
+    assert engine.interface_of("127.0.0.1") == "lo"
+    assert engine.choose_address(["192.0.2.9"], ["127.0.0.1"]) == "127.0.0.1"
+    monkeypatch.setattr(engine, "address_towards", {"127.0.0.1": "127.0.0.1", "10.1.1.1": "10.1.1.2"}.get)
+    # A host whose name resolves to loopback is still reached by its other address.
+    assert engine.choose_address([], ["127.0.1.1", "10.1.1.1"]) == "10.1.1.2"
+
+
+def test_mpi_says_what_it_needs():
+    pytest.importorskip("mpi4py", reason="mpi4py is an optional extra")
+    with pytest.raises(RuntimeError, match="mpiexec"):
+        engine.open_engine("mpi", dist.HashStore(), 0, 99, "127.0.0.1", 5.0)
+
+
+def test_without_mpi4py(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "mpi4py", None)
+    with pytest.raises(ImportError, match="needs mpi4py"):
+        engine.open_engine("mpi", dist.HashStore(), 0, 2, "127.0.0.1", 5.0)
+    assert unisono.base.settings.hosts_engine == "gloo"
