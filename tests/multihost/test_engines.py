@@ -62,7 +62,8 @@ def log_of(group):
     handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger("unisono")
     logger.addHandler(handler)
-    level, logger.level = logger.level, logging.INFO
+    level = logger.level
+    logger.setLevel(logging.INFO)  # which also forgets what was too quiet to be said before
     try:
         with over_hosts(group, LAYOUTS["2+2"]):
             return lines

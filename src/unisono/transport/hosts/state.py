@@ -337,9 +337,9 @@ class HostsGroup:
                 # Before anybody here knows: whoever does may close the group, and the others would hear only that.
                 what = {"kind": "failed", "code": cause.code, "peers": cause.peers[:64], "text": cause.text[:400]}
                 self._control.tell(what)
+            self.comm.abort(cause.written())  # for the same reason inside the host
             self.failure = cause
         self._watch[0] += 1
-        self.comm.abort(cause.written())
         self.mailbox.fail()
 
     def abort(self, reason: str) -> None:
