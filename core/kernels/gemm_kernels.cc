@@ -120,7 +120,7 @@ UNISONO_INLINE void one_panel(const Tile& t, const char* b, size_t at) {
   size_t k = 0;
   if (t.next_a) {
 #pragma GCC unroll 16
-    for (size_t i = 0; i < rows; i++) __builtin_prefetch(t.c + at + i * t.c_row, 1, 3);
+    for (size_t i = 0; i < rows; i++) __builtin_prefetch(t.c + at + i * t.c_row, 1, 2);
     for (size_t l = 0; l < t.nlefts; l++) {
 #pragma GCC unroll 16
       for (size_t i = 0; i < rows; i++) __builtin_prefetch(t.lefts[l] + at + i * t.left_row, 0, 3);
