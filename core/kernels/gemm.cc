@@ -5,9 +5,9 @@
 // read b where it is, a few rows of b at a time, so that memory is read in order. Panels that were packed before are
 // used as they are. A sliver is as many rows as one tile has accumulators for. While a panel is used, what is packed
 // next is asked for from memory: without that a third of the time went into waiting for it (64 rows, weights of 2 MiB).
-// Sums over a part of k wait for the rest beside c, in the tree order (runs.h) a level of the tree each: rows of c may be
-// a power of two apart and collide in the caches. Rows and columns are worked off in chunks, so that these sums stay in
-// the second-level cache.
+// Sums over a part of k wait for the rest beside c, in the tree order (runs.h) a level of the tree each: rows of c may
+// be a power of two apart and collide in the caches. Rows and columns are worked off in chunks, so that these sums stay
+// in the second-level cache.
 #include "kernels/gemm.h"
 
 #include <algorithm>
@@ -27,9 +27,8 @@ namespace {
 // of b 2 and 4 KiB apart.
 constexpr size_t kPanel = 5632;  // elements of a block's panel: half of the first-level cache, 16 columns of two runs
 constexpr size_t kRows = 256;    // rows of a block: the second-level cache
-constexpr size_t kPanels = 4;   // packed together, so that rows of b are read in longer stretches
-constexpr size_t kStretch = 8;  // rows of b that are read side by side; more collide in the first-level cache
-constexpr size_t kFewRows = 4;  // up to here b is read where it is
+constexpr size_t kStretch = 8;   // rows of b that are read side by side; more collide in the first-level cache
+constexpr size_t kFewRows = 4;   // up to here b is read where it is
 // Sums of many terms lose accuracy, so products are summed in runs, and these sums are summed. torch's sgemm has runs
 // of about 190 here.
 constexpr size_t kRun = 176;      // products of a tile
@@ -219,12 +218,12 @@ Ahead what_is_next(const GemmTable& t, const Product& p, const GemmBlock& block,
     const size_t bytes = t.columns * sizeof(float);
     return {reinterpret_cast<const std::byte*>(panel + p.k * t.columns), bytes, bytes, 0, block.k};
   }
-  const size_t at = (j - block.j0) / t.columns, turn = at % kPanels,
-               next = block.j0 + (at - turn + kPanels) * t.columns;
+  const size_t at = (j - block.j0) / t.columns, turn = at % t.together,
+               next = block.j0 + (at - turn + t.together) * t.columns;
   if (p.b.col != 1 || next >= end) return {};
-  const size_t size = dtype_bytes(p.b.dtype), first = block.k * turn / kPanels;
+  const size_t size = dtype_bytes(p.b.dtype), first = block.k * turn / t.together;
   return {static_cast<const std::byte*>(from(p.b, block.k0, next).data), p.b.row * size,
-          std::min(kPanels * t.columns, end - next) * size, first, block.k * (turn + 1) / kPanels - first};
+          std::min(t.together * t.columns, end - next) * size, first, block.k * (turn + 1) / t.together - first};
 }
 
 // Columns [j, j + one panel) of the block, sliver by sliver and run by run.
@@ -269,9 +268,9 @@ void multiply_panel(const GemmTable& t, const Product& p, const GemmBlock& block
 
 void multiply_block(const GemmTable& t, const Product& p, const GemmBlock& block, Waiting& waiting, float* packed) {
   for (size_t j = block.j0; j < block.j0 + block.n; j += t.columns) {
-    const size_t turn = (j - block.j0) / t.columns % kPanels;
+    const size_t turn = (j - block.j0) / t.columns % t.together;
     if (!p.panels && turn == 0)
-      pack(t, from(p.b, block.k0, j), block.k, std::min(kPanels * t.columns, block.j0 + block.n - j), packed);
+      pack(t, from(p.b, block.k0, j), block.k, std::min(t.together * t.columns, block.j0 + block.n - j), packed);
     const float* panel = p.panels ? static_cast<const float*>(p.b.data) + j * p.k + block.k0 * t.columns
                                   : packed + turn * block.k * t.columns;
     multiply_panel(t, p, block, waiting, panel, j);
@@ -293,10 +292,10 @@ void multiply_blocks(const GemmTable& t, const Product& p) {
   const size_t a_row = padded(std::min(p.k, depth)), most = std::min(p.m, kRows);
   const size_t chunk = std::min(p.n, p.slice ? kTreeChunk : kChunk);
   const size_t row = padded(chunk), level = most * row, near_level = t.rows * row;
-  float* const a =
-      scratch(most * a_row + kPanels * depth * t.columns + runs.near * near_level + (runs.levels - runs.near) * level);
+  float* const a = scratch(most * a_row + t.together * depth * t.columns + runs.near * near_level +
+                           (runs.levels - runs.near) * level);
   float* const packed = a + most * a_row;
-  Waiting waiting{packed + kPanels * depth * t.columns, row, level, runs.near, near_level, {}};
+  Waiting waiting{packed + t.together * depth * t.columns, row, level, runs.near, near_level, {}};
   const Run* const end = runs.list.data() + runs.list.size();
   for (size_t i0 = 0; i0 < p.m; i0 += most)
     for (size_t j0 = 0; j0 < p.n; j0 += chunk)
