@@ -5,8 +5,9 @@
 // read b where it is, a few rows of b at a time, so that memory is read in order. Panels that were packed before are
 // used as they are. A sliver is as many rows as one tile has accumulators for. While a panel is used, what is packed
 // next is asked for from memory: without that a third of the time went into waiting for it (64 rows, weights of 2 MiB).
-// In the tree order (runs.h) sums wait for their right neighbours beside c, a level of the tree each; columns are
-// worked off in chunks, so that these stay in the second-level cache.
+// Sums over a part of k wait for the rest beside c, in the tree order (runs.h) a level of the tree each: rows of c may
+// be a power of two apart and collide in the caches. Rows and columns are worked off in chunks, so that these sums stay
+// in the second-level cache.
 #include "kernels/gemm.h"
 
 #include <algorithm>
@@ -22,21 +23,21 @@
 namespace unisono {
 namespace {
 
-// Measured on Zen 4 (32 KiB, 1 MiB and 32 MiB of cache), with rows of b 2 and 4 KiB apart.
-constexpr size_t kDepth = 352;  // k of a block: two runs; its panel fits the first-level cache
-constexpr size_t kRows = 512;   // rows of a block: the second-level cache
-constexpr size_t kPanels = 4;   // packed together, so that rows of b are read in longer stretches
-constexpr size_t kStretch = 8;  // rows of b that are read side by side; more collide in the first-level cache
-constexpr size_t kFewRows = 4;  // up to here b is read where it is
+// Measured on Zen 4 (AVX2; 32 KiB, 1 MiB and 32 MiB of cache) and on a Xeon of 2023 (AVX-512; 48 KiB, 2 MiB), with rows
+// of b 2 and 4 KiB apart.
+constexpr size_t kPanel = 5632;  // elements of a block's panel: half of the first-level cache, 16 columns of two runs
+constexpr size_t kRows = 256;    // rows of a block: the second-level cache
+constexpr size_t kStretch = 8;   // rows of b that are read side by side; more collide in the first-level cache
+constexpr size_t kFewRows = 4;   // up to here b is read where it is
 // Sums of many terms lose accuracy, so products are summed in runs, and these sums are summed. torch's sgemm has runs
 // of about 190 here.
 constexpr size_t kRun = 176;      // products of a tile
 constexpr size_t kFewRun = 1024;  // products of few rows, where c takes up kStretch at a time
-constexpr size_t kPad = 16;       // so that rows a power of two apart do not share the same cache sets
+constexpr size_t kPad = 16;       // so that rows a power of two apart do not share the same cache sets; a line
 constexpr size_t kAlign = 4096;
-// Rows and columns of which sums wait in the tree order, at each level: a part of the second-level cache.
-constexpr size_t kTreeRows = 128;
+// Columns of which sums wait; in the tree order there are several levels of them.
 constexpr size_t kChunk = 512;
+constexpr size_t kTreeChunk = 256;
 constexpr size_t kFewChunk = 4096;  // the same of few rows: b is read in stretches of 8 to 16 KiB
 
 const GemmTable& table() {
@@ -62,6 +63,11 @@ float* scratch(size_t count) {
     size = count;
   }
   return held.get();
+}
+
+// From one row to the next of rows so long: lines that begin where the first does.
+size_t padded(size_t length) {
+  return (length + kPad - 1) / kPad * kPad + kPad;
 }
 
 Matrix from(const Matrix& m, size_t i, size_t j) {
@@ -166,7 +172,7 @@ struct Waiting {
 
 // As multiply_few, in the tree order: the chain of a run goes on from stretch to stretch.
 void multiply_few_by_tree(const GemmTable& t, const Product& p) {
-  const Runs runs = tree_runs(p.k, p.slice, kDepth);
+  const Runs runs = tree_runs(p.k, p.slice, kLongestBlock);
   const size_t a_row = p.k + kPad, chunk = std::min(p.n, kFewChunk);
   float* const a = scratch(p.m * (a_row + chunk * (runs.levels + 1)));
   float* const chain = a + p.m * a_row;
@@ -212,12 +218,12 @@ Ahead what_is_next(const GemmTable& t, const Product& p, const GemmBlock& block,
     const size_t bytes = t.columns * sizeof(float);
     return {reinterpret_cast<const std::byte*>(panel + p.k * t.columns), bytes, bytes, 0, block.k};
   }
-  const size_t at = (j - block.j0) / t.columns, turn = at % kPanels,
-               next = block.j0 + (at - turn + kPanels) * t.columns;
+  const size_t at = (j - block.j0) / t.columns, turn = at % t.together,
+               next = block.j0 + (at - turn + t.together) * t.columns;
   if (p.b.col != 1 || next >= end) return {};
-  const size_t size = dtype_bytes(p.b.dtype), first = block.k * turn / kPanels;
+  const size_t size = dtype_bytes(p.b.dtype), first = block.k * turn / t.together;
   return {static_cast<const std::byte*>(from(p.b, block.k0, next).data), p.b.row * size,
-          std::min(kPanels * t.columns, end - next) * size, first, block.k * (turn + 1) / kPanels - first};
+          std::min(t.together * t.columns, end - next) * size, first, block.k * (turn + 1) / t.together - first};
 }
 
 // Columns [j, j + one panel) of the block, sliver by sliver and run by run.
@@ -231,7 +237,7 @@ void multiply_panel(const GemmTable& t, const Product& p, const GemmBlock& block
       const size_t k1 = run->k0 - block.k0;
       const size_t begin = ahead.first + ahead.rows * (i * k + k1 * rows) / (m * k);
       const size_t end = ahead.first + ahead.rows * (i * k + (k1 + run->k) * rows) / (m * k);
-      const bool takes_bias = p.bias && (p.slice ? run->waits < 0 : run->k0 == 0);
+      const bool takes_bias = p.bias && run->waits < 0;
       Tile tile{.rows = rows,
                 .k = run->k,
                 .a = block.a + i * block.a_row + k1,
@@ -241,25 +247,20 @@ void multiply_panel(const GemmTable& t, const Product& p, const GemmBlock& block
                 .b_row = t.columns,
                 .b_panel = 0,
                 .columns = std::min(t.columns, p.n - j),
-                .c = c,
-                .c_row = p.c_row,
+                .c = nullptr,
+                .c_row = 0,
                 .start = nullptr,
                 .start_row = 0,
                 .lefts = nullptr,
                 .nlefts = 0,
-                .left_row = p.c_row,
+                .left_row = 0,
                 .bias = takes_bias ? p.bias + j : nullptr,
                 .next_a = block.a + (i + rows < m ? i + rows : 0) * block.a_row + k1,
                 .ahead = reinterpret_cast<const char*>(ahead.data + begin * ahead.row),
                 .ahead_row = ahead.row,
                 .ahead_rows = ahead.data ? end - begin : 0,
                 .ahead_bytes = ahead.bytes};
-      const float* const so_far = c;
-      if (p.slice) {
-        waiting.join(tile, *run, i, j - block.j0, c, p.c_row);
-      } else if (run->k0 > 0) {
-        tile.lefts = &so_far, tile.nlefts = 1;
-      }
+      waiting.join(tile, *run, i, j - block.j0, c, p.c_row);
       t.tile(tile);
     }
   });
@@ -267,31 +268,34 @@ void multiply_panel(const GemmTable& t, const Product& p, const GemmBlock& block
 
 void multiply_block(const GemmTable& t, const Product& p, const GemmBlock& block, Waiting& waiting, float* packed) {
   for (size_t j = block.j0; j < block.j0 + block.n; j += t.columns) {
-    const size_t turn = (j - block.j0) / t.columns % kPanels;
+    const size_t turn = (j - block.j0) / t.columns % t.together;
     if (!p.panels && turn == 0)
-      pack(t, from(p.b, block.k0, j), block.k, std::min(kPanels * t.columns, block.j0 + block.n - j), packed);
+      pack(t, from(p.b, block.k0, j), block.k, std::min(t.together * t.columns, block.j0 + block.n - j), packed);
     const float* panel = p.panels ? static_cast<const float*>(p.b.data) + j * p.k + block.k0 * t.columns
                                   : packed + turn * block.k * t.columns;
     multiply_panel(t, p, block, waiting, panel, j);
   }
 }
 
-// Runs that are each added to what there is.
-Runs plain_runs(size_t k) {
-  Runs runs;
-  for (size_t k0 = 0; k0 < k; k0 += kRun) runs.list.push_back({k0, std::min(kRun, k - k0), k0 % kDepth == 0, 0, -1});
+// Runs that are each added to the sum of those before.
+Runs plain_runs(size_t k, size_t depth) {
+  Runs runs{{}, k > kRun};
+  for (size_t k0 = 0; k0 < k; k0 += kRun)
+    runs.list.push_back({k0, std::min(kRun, k - k0), k0 % depth == 0, k0 > 0, k0 + kRun < k ? 0 : -1});
   return runs;
 }
 
 void multiply_blocks(const GemmTable& t, const Product& p) {
-  const Runs runs = p.slice ? tree_runs(p.k, p.slice, kDepth) : plain_runs(p.k);
-  const size_t depth = std::min(p.k, kDepth), a_row = depth + kPad, most = std::min(p.m, p.slice ? kTreeRows : kRows);
-  const size_t chunk = p.slice ? std::min(p.n, kChunk) : p.n;
-  const size_t row = chunk + kPad, level = most * row, near_level = t.rows * row;
-  float* const a =
-      scratch(most * a_row + kPanels * depth * t.columns + runs.near * near_level + (runs.levels - runs.near) * level);
+  const size_t deep = kPanel / t.columns;  // a multiple of kRun
+  const size_t depth = p.slice ? std::max(kLongestBlock, deep) : deep;
+  const Runs runs = p.slice ? tree_runs(p.k, p.slice, depth) : plain_runs(p.k, depth);
+  const size_t a_row = padded(std::min(p.k, depth)), most = std::min(p.m, kRows);
+  const size_t chunk = std::min(p.n, p.slice ? kTreeChunk : kChunk);
+  const size_t row = padded(chunk), level = most * row, near_level = t.rows * row;
+  float* const a = scratch(most * a_row + t.together * depth * t.columns + runs.near * near_level +
+                           (runs.levels - runs.near) * level);
   float* const packed = a + most * a_row;
-  Waiting waiting{packed + kPanels * depth * t.columns, row, level, runs.near, near_level, {}};
+  Waiting waiting{packed + t.together * depth * t.columns, row, level, runs.near, near_level, {}};
   const Run* const end = runs.list.data() + runs.list.size();
   for (size_t i0 = 0; i0 < p.m; i0 += most)
     for (size_t j0 = 0; j0 < p.n; j0 += chunk)

@@ -17,9 +17,9 @@ namespace {
 constexpr size_t lanes = vec_bytes / sizeof(float);
 constexpr size_t width = 2 * lanes;
 #if defined(__AVX512F__)
-constexpr size_t most_rows = 12;
+constexpr size_t most_rows = 14, together = 1;
 #else
-constexpr size_t most_rows = 6;
+constexpr size_t most_rows = 6, together = 4;
 #endif
 
 typedef uint16_t HalfWords __attribute__((vector_size(vec_bytes / 2)));
@@ -120,7 +120,7 @@ UNISONO_INLINE void one_panel(const Tile& t, const char* b, size_t at) {
   size_t k = 0;
   if (t.next_a) {
 #pragma GCC unroll 16
-    for (size_t i = 0; i < rows; i++) __builtin_prefetch(t.c + at + i * t.c_row, 1, 3);
+    for (size_t i = 0; i < rows; i++) __builtin_prefetch(t.c + at + i * t.c_row, 1, 2);
     for (size_t l = 0; l < t.nlefts; l++) {
 #pragma GCC unroll 16
       for (size_t i = 0; i < rows; i++) __builtin_prefetch(t.lefts[l] + at + i * t.left_row, 0, 3);
@@ -300,6 +300,6 @@ void widen(const Matrix& from, size_t rows, size_t columns, float* to, size_t to
 
 #define UNISONO_JOIN_(a, b) a##b
 #define UNISONO_JOIN(a, b) UNISONO_JOIN_(a, b)
-constinit const GemmTable UNISONO_JOIN(gemm_, UNISONO_ISA) = {most_rows, width, tile, pack, widen};
+constinit const GemmTable UNISONO_JOIN(gemm_, UNISONO_ISA) = {most_rows, width, together, tile, pack, widen};
 
 }  // namespace unisono

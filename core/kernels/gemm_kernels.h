@@ -37,6 +37,7 @@ struct Tile {
 
 struct GemmTable {
   size_t rows, columns;  // the most rows of a tile, the columns of a panel
+  size_t together;       // panels that are packed at a time, so that rows of b are read in longer stretches
   void (*tile)(const Tile&);
   // k rows of whole panels of b as float32, panel after panel; b.col is 1.
   void (*pack)(const Matrix& b, size_t k, size_t panels, float* to);

@@ -194,12 +194,16 @@ def wanted_of_sampled() -> list[list[torch.Tensor]]:
     return wanted
 
 
-def run_case(group, case: dict, wanted: list[torch.Tensor]) -> str | None:
-    """Runs the case on the group's ranks, and says where its rows differ from the model's."""
+def run_case(group, case: dict, wanted: list[torch.Tensor], parts: list[list[int]] | None = None) -> str | None:
+    """Runs the case on the group's ranks, and says where its rows differ from the model's.
+
+    ``parts`` are the ranks' depths of every group, equal if None.
+    """
     xs, ws, bias, extra = inputs_of(case)
     r, size = group.rank, group.size
-    mine = [x.chunk(size, dim=1)[r] for x in xs]
-    weights = [w.chunk(size, dim=0)[r] for w in ws]
+    parts = parts or [[k // size] * size for k in case["depths"]]
+    mine = [x.split(cut, dim=1)[r] for x, cut in zip(xs, parts, strict=True)]
+    weights = [w.split(cut, dim=0)[r] for w, cut in zip(ws, parts, strict=True)]
     if case["prepared"]:
         weights = [unisono.PreparedWeight(w) for w in weights]
     one_x, one_y = case["split_item"] in (1, 3), case["split_item"] in (2, 3)
@@ -239,10 +243,13 @@ def test_calls_against_the_model(pool, size):
     assert pool.run(run_cases, wanted_of_sampled()) == [[]] * size
 
 
+M, K, N = 16, 1024, 1376  # K and N divide into 8 parts
+
+
 def gradients(group, dtype_name):
     """All gradients of the three forms, put together over the ranks: they must not depend on how many there are."""
     dtype, r, size = DTYPES[dtype_name], group.rank, group.size
-    m, k, n = 12, 1024, 688
+    m, k, n = M, K, N
     x, w = (numbers(*s, dtype=dtype, seed=(9, 0, 0, i)) for i, s in enumerate([(m, k), (k, n)]))
     bias = numbers(n, dtype=torch.float32, seed=(9, 0, 0, 3))
     g = numbers(m, n, dtype=dtype, seed=(9, 0, 0, 2))
@@ -264,30 +271,164 @@ def gradients(group, dtype_name):
     y = unisono.matmul_reduce_scatter(a, b, group, order="tree", split_sizes=[m - size + 1] + [1] * (size - 1))
     y.backward(g.split([m - size + 1] + [1] * (size - 1))[r])
     found += [whole(a.grad, 1), whole(b.grad, 0)]
-    if m % size == 0:
-        a, b = leaf(x.chunk(size, 0)[r]), leaf(w.chunk(size, 1)[r])
-        y = unisono.all_gather_matmul(a, b, group, order="tree")
-        y.backward(g.chunk(size, 1)[r])
-        with torch.no_grad():
-            again = unisono.all_gather_matmul(a, b, group, order="tree")
-        assert torch.equal(again, y)
-        found += [whole(y.detach(), 1), whole(a.grad, 0), whole(b.grad, 1)]
-    return found
+    a, b = leaf(x.chunk(size, 0)[r]), leaf(w.chunk(size, 1)[r])
+    y = unisono.all_gather_matmul(a, b, group, order="tree")
+    y.backward(g.chunk(size, 1)[r])
+    with torch.no_grad():
+        again = unisono.all_gather_matmul(a, b, group, order="tree")
+    assert torch.equal(again, y)
+    return [*found, whole(y.detach(), 1), whole(a.grad, 0), whole(b.grad, 1)]
+
+
+@functools.cache
+def gradients_alone(dtype: str) -> list[torch.Tensor]:
+    return run_ranks(1, gradients, dtype)[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients(dtype):
-    alone = run_ranks(1, gradients, dtype)[0]
-    x, w = (numbers(*s, dtype=DTYPES[dtype], seed=(9, 0, 0, i)) for i, s in enumerate([(12, 1024), (1024, 688)]))
-    g = numbers(12, 688, dtype=DTYPES[dtype], seed=(9, 0, 0, 2))
-    dtype_of = DTYPES[dtype]
-    assert not difference(alone[1], tree_model.product(g, w.t()).to(dtype_of))
-    assert not difference(alone[2], tree_model.product(x.t(), g).to(dtype_of))
-    assert not difference(alone[3], tree_model.product(torch.ones(1, 12), g)[0])
-    for size in (2, 4):
-        for found in run_ranks(size, gradients, dtype):
-            assert len(found) == len(alone)
-            assert [difference(a, b) for a, b in zip(found, alone, strict=True)] == [None] * len(alone)
+def test_gradients_of_one_rank(dtype):
+    kind, found = DTYPES[dtype], gradients_alone(dtype)
+    x, w = (numbers(*s, dtype=kind, seed=(9, 0, 0, i)) for i, s in enumerate([(M, K), (K, N)]))
+    g = numbers(M, N, dtype=kind, seed=(9, 0, 0, 2))
+    of_x, of_w = tree_model.product(g, w.t()).to(kind), tree_model.product(x.t(), g).to(kind)
+    for i, want in enumerate([of_x, of_w, tree_model.product(torch.ones(1, M), g)[0], of_x, of_w], start=1):
+        assert not difference(found[i], want), i
+    assert not difference(found[7], of_x) and not difference(found[8], of_w)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_gradients(pool, size, dtype):
+    alone = gradients_alone(dtype)
+    for found in pool.run(gradients, dtype):
+        assert [difference(a, b) for a, b in zip(found, alone, strict=True)] == [None] * len(alone)
+
+
+def compiled(group):
+    """The bits of the eager call, forward and backward, for several numbers of rows."""
+    torch._dynamo.reset()
+
+    def run(x, w, b):
+        return unisono.matmul_all_reduce(x, w, group, bias=b, order="tree", backward="identity") * 2
+
+    fast = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (4, 6, 9):
+        results = []
+        for f in (run, fast):
+            shapes = (rows, 256), (256, 24), (24,)
+            leaves = [
+                numbers(*s, dtype=torch.bfloat16, seed=(6, group.rank, i, 0)).clone().requires_grad_()
+                for i, s in enumerate(shapes)
+            ]
+            y = f(*leaves)
+            y.float().square().sum().backward()
+            results.append([y.detach(), *(t.grad for t in leaves)])
+        assert [difference(a, b) for a, b in zip(*results, strict=True)] == [None] * 4
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("size", [2])
+def test_compile(pool, size):
+    pool.run(compiled)
+
+
+# -- unequal parts, and numbers of ranks that are no power of two
+
+
+@st.composite
+def cuts(draw):
+    """A whole depth, cut between its slices into parts for some ranks; some may have nothing."""
+    unit = draw(st.sampled_from([128, 172, 129, 255]))
+    slices = 2 ** draw(st.integers(1, 5))
+    borders = sorted(draw(st.lists(st.integers(0, slices), min_size=1, max_size=7)))
+    return unit, [(b - a) * unit for a, b in itertools.pairwise([0, *borders, slices])]
+
+
+def added(x: torch.Tensor, w: torch.Tensor, depths: list[int], found: list) -> torch.Tensor:
+    """The sums of all ranks' subtrees, joined as they say."""
+    waiting, begin = [], 0
+    unit = gemm.slice_of(sum(depths))
+    for k, trees in zip(depths, found, strict=True):
+        for first, last, joins in trees:
+            part = torch.empty(x.shape[0] * w.shape[1])
+            at = slice(begin + first, begin + last)
+            gemm.multiply(part, [x[:, at]], [w[at]], [w.shape[1]], None, unit=unit)
+            for _ in range(joins):
+                part = waiting.pop() + part
+            waiting.append(part)
+        begin += k
+    assert len(waiting) == 1
+    return waiting[0]
+
+
+@given(cuts())
+@settings(max_examples=60, deadline=None)
+def test_any_cut_between_slices(case):
+    """The subtrees of every cut give the bits of the whole; there are at most two of each size on a rank."""
+    unit, depths = case
+    whole = sum(depths)
+    assert gemm.slice_of(whole) == unit
+    x, w = (numbers(*s, dtype=torch.float32, seed=(8, unit, 0, i)) for i, s in enumerate([(2, whole), (whole, 3)]))
+    right = torch.empty(6)
+    gemm.multiply(right, [x], [w], [3], None, 1)
+    found = gemm.subtrees(depths, 0)[1]
+    assert not difference(added(x, w, depths, found), right)
+    for trees in found:
+        sizes = [last - first for first, last, _ in trees]
+        assert all(sizes.count(n) <= 2 for n in sizes)
+
+
+def test_another_addition_is_noticed():
+    """One sum joined at another place gives other bits."""
+    depths = [512, 256, 256]
+    x, w = (numbers(*s, dtype=torch.float32, seed=(8, 1, 0, i)) for i, s in enumerate([(5, 1024), (1024, 7)]))
+    right = tree_model.product(x, w).reshape(-1)
+    assert not difference(added(x, w, depths, gemm.subtrees(depths, 0)[1]), right)
+    assert difference(added(x, w, depths, [[(0, 512, 0)], [(0, 256, 1)], [(0, 256, 1)]]), right)
+
+
+def run_unequal(group, wanted):
+    """The sampled calls, cut at random slices; ranks may have nothing of a depth."""
+    lines = []
+    for case, want in zip(sampled(), wanted, strict=True):
+        chance = random.Random(case["seed"])
+        parts = []
+        for k in case["depths"]:
+            if case["split_item"] in (1, 3) and parts:
+                parts.append(parts[0])
+                continue
+            unit = gemm.slice_of(k)
+            borders = sorted(chance.randint(0, k // unit) for _ in range(group.size - 1))
+            parts.append([(b - a) * unit for a, b in itertools.pairwise([0, *borders, k // unit])])
+        if line := run_case(group, case, want, parts):
+            lines.append(line)
+    return lines
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_unequal_parts_against_the_model(pool, size):
+    assert pool.run(run_unequal, wanted_of_sampled()) == [[]] * size
+
+
+def unequal_gradients(group):
+    """As gradients(), of an all-reduce whose depth is cut 512, 256, 256."""
+    x, w = (numbers(*s, dtype=torch.bfloat16, seed=(9, 0, 0, i)) for i, s in enumerate([(M, K), (K, N)]))
+    g = numbers(M, N, dtype=torch.bfloat16, seed=(9, 0, 0, 2))
+    cut = [512, 256, 256]
+    a, b = (t.split(cut, dim)[group.rank].contiguous().requires_grad_() for t, dim in ((x, 1), (w, 0)))
+    y = unisono.matmul_all_reduce(a, b, group, order="tree", backward="identity")
+    y.backward(g)
+    return y.detach(), a.grad, b.grad
+
+
+@pytest.mark.parametrize("size", [3])
+def test_unequal_gradients(pool, size):
+    alone = gradients_alone("bfloat16")
+    found = pool.run(unequal_gradients)
+    x, w = (numbers(*s, dtype=torch.bfloat16, seed=(9, 0, 0, i)) for i, s in enumerate([(M, K), (K, N)]))
+    assert not difference(found[0][0], tree_model.result(x, w))
+    assert not difference(torch.cat([part[1] for part in found], dim=1), alone[1])
+    assert not difference(torch.cat([part[2] for part in found], dim=0), alone[2])
 
 
 # -- refused
@@ -318,23 +459,32 @@ def refusals(group):
 @pytest.mark.parametrize("size", [3])
 def test_ranks_that_are_no_power_of_two(pool, size):
     for lines in pool.run(refusals):
-        assert "power of two, got 3" in lines[0] and "power of two" in lines[1]
+        assert "a depth of 384 is summed in blocks of 192, which the ranks with 128, 128, 128 would cut" in lines[0]
+        assert "a depth of 96 is summed in blocks of 96" in lines[1]
 
 
 @pytest.mark.parametrize("size", [4])
 def test_refused(pool, size):
     for lines in pool.run(refusals):
         assert lines[0] == "nothing"
-        assert "summed in blocks of 128, which 4 ranks with 32 each would cut" in lines[1]
+        assert "summed in blocks of 128, which the ranks with 32, 32, 32, 32 would cut" in lines[1]
         assert "order 'tree' takes float32, float16 and bfloat16 on the CPU, got torch.float64" in lines[2]
         assert "for reduce_op 'sum' only, got reduce_op 'max'" in lines[3]
         assert "argument 'order' must be None or 'tree', got 'left'" in lines[4]
 
 
 def uneven_depth(group):
+    """384 is two slices of 192: no rank can have 128 of it."""
     k = 128 * (1 + group.rank)
-    with pytest.raises(unisono.MismatchError, match="in the tree order, k"):
+    with pytest.raises(ValueError, match="blocks of 192, which the ranks with 128, 256 would cut"):
         unisono.matmul_all_reduce(torch.ones(2, k), torch.ones(k, 3), group, order="tree")
+
+
+def other_scale(group):
+    """Unequal parts go another way, which compares the options too."""
+    k = 128 * (1 + 2 * group.rank)
+    with pytest.raises(unisono.MismatchError, match="in the tree order, k"):
+        unisono.matmul_all_reduce(torch.ones(2, k), torch.ones(k, 3), group, order="tree", scale=1.0 + group.rank)
 
 
 def one_in_another_order(group):
@@ -344,6 +494,6 @@ def one_in_another_order(group):
 
 
 @pytest.mark.parametrize("size", [2])
-@pytest.mark.parametrize("program", [uneven_depth, one_in_another_order])
+@pytest.mark.parametrize("program", [uneven_depth, other_scale, one_in_another_order])
 def test_ranks_that_disagree(pool, size, program):
     pool.run(program)

@@ -88,7 +88,8 @@ def plain_weight(weight: torch.Tensor, columns: int) -> torch.Tensor:
     """A weight as a matrix again, if it is panels."""
     if weight.dim() == 2:
         return weight
-    return weight.transpose(0, 1).reshape(weight.shape[1], -1)[:, :columns]
+    panels, k, width = weight.shape
+    return weight.transpose(0, 1).reshape(k, panels * width)[:, :columns]
 
 
 def slice_of(depth: int) -> int:
@@ -102,17 +103,43 @@ def slice_of(depth: int) -> int:
     return depth
 
 
-def check_tree(depths: Sequence[int], parts: int) -> None:
-    """Refuses what cannot have the bits of one rank: parts of a depth that are no subtrees."""
-    if parts & (parts - 1):
-        raise ValueError(f"order 'tree' needs a number of ranks that is a power of two, got {parts}")
-    for i, k in enumerate(depths):
-        whole = slice_of(k * parts)
-        if whole and k % whole:
-            raise ValueError(
-                f"order 'tree', group {i}: a depth of {k * parts} is summed in blocks of {whole}, "
-                f"which {parts} ranks with {k} each would cut\n  a rank must have a multiple of {whole}"
-            )
+def is_one_subtree_each(depths: Sequence[int]) -> bool:
+    """Whether the parts of a depth are equal, and a power of two of them: then each is one subtree."""
+    return len(set(depths)) == 1 and len(depths) & (len(depths) - 1) == 0
+
+
+def subtrees(depths: Sequence[int], group: int) -> tuple[int, list[list[tuple[int, int, int]]]]:
+    """The slice of a depth that is cut into these parts, one for every rank, and the subtrees each part is made of.
+
+    A subtree is where in the part it begins and ends, and how many sums of subtrees before it are joined to its own
+    then, from the last on: what is left after the last one is the sum of all. Raises ValueError where a part would cut
+    a slice: it could not have the bits of one rank.
+
+    >>> subtrees([512, 256, 256], 0)
+    (128, [[(0, 512, 0)], [(0, 256, 0)], [(0, 256, 2)]])
+    >>> subtrees([128, 384, 512], 0)[1]
+    [[(0, 128, 0)], [(0, 128, 1), (128, 384, 1)], [(0, 512, 1)]]
+    """
+    whole = sum(depths)
+    unit = slice_of(whole) or 1
+    if any(k % unit for k in depths):
+        raise ValueError(
+            f"order 'tree', group {group}: a depth of {whole} is summed in blocks of {unit}, which the ranks with "
+            f"{', '.join(map(str, depths))} would cut\n  every rank must have a multiple of {unit}"
+        )
+    found, at = [], 0
+    for k in depths:
+        first, mine = at, []
+        while at < first + k:
+            begin, left = at // unit, (first + k - at) // unit
+            size = min(begin & -begin or left, 1 << left.bit_length() - 1)  # the largest that begins here and fits
+            turn, joins = begin // size, 0
+            while turn & 1:
+                turn, joins = turn >> 1, joins + 1
+            mine.append((at - first, at - first + size * unit, joins))
+            at += size * unit
+        found.append(mine)
+    return unit, found
 
 
 def multiply(
@@ -122,15 +149,17 @@ def multiply(
     columns: Sequence[int],
     bias: Sequence[torch.Tensor] | None,
     parts: int = 0,
+    unit: int = 0,
 ) -> None:
     """Writes ``a[i] @ b[i] + bias[i]`` one behind the other into the flat ``out`` of :func:`wide` dtype.
 
-    ``parts``: in the tree order, where the depth of a is one of so many parts; 0: in any order.
+    ``parts``: in the tree order, where the depth of a is one of so many parts; 0: in any order. ``unit`` instead: in
+    the tree order, of slices so deep.
     """
     if not a:
         return
-    if parts:
-        _core.multiply(a, b, columns, out, bias, [slice_of(x.shape[1] * parts) or 1 for x in a])
+    if parts or unit:
+        _core.multiply(a, b, columns, out, bias, [unit or slice_of(x.shape[1] * parts) or 1 for x in a])
         return
     on_cpu = out.dtype is torch.float32 and out.device.type == "cpu"
     if on_cpu and _is_for_core(a[0].dtype, max([x.shape[0] for x in a])):

@@ -26,7 +26,7 @@ from .arguments import (
     read_splits,
     read_tensors,
 )
-from .gemm import PreparedWeight, check_tree
+from .gemm import PreparedWeight, is_one_subtree_each, subtrees
 from .plan import planned
 from .run import flat_of, parts_of
 
@@ -86,7 +86,8 @@ def grouped_matmul_all_reduce(
     every rank computes the same loss from y, say ``backward="identity"``: the gradient is taken as it is.
 
     ``order="tree"``: the same bits for 1, 2, 4, 8, … ranks, for every number of rows, piece and instruction set; see
-    docs/same_bits.md. K must be the same on all ranks and be cut between blocks, else it is an error.
+    docs/same_bits.md. K must be cut between blocks, else it is an error; unequal parts and other numbers of ranks are
+    fine if they are, but cost more.
 
     >>> from unisono.testing import run_ranks
     >>> def main(group):
@@ -287,10 +288,14 @@ def _fused(
     parts = parts_back = int(tree)
     if tree and cut != "x":
         parts = size
-        check_tree(plan.depths, size)
     elif tree and seen:
         parts_back = size
-        check_tree(plan.columns, size)  # the gradient of x is summed over all ranks' columns
+        for i, n in enumerate(plan.columns):  # the gradient of x is summed over all ranks' columns
+            if not is_one_subtree_each([n] * size):
+                raise ValueError(
+                    f"order 'tree': the gradient of {what} needs a number of ranks that is a power of two, got {size}"
+                )
+            subtrees([n] * size, i)
     extra = None if residual is None else fit_residual(residuals, plan, xs[0].dtype)
 
     dtype = xs[0].dtype

@@ -70,8 +70,12 @@ class Plan:
     @functools.cached_property
     def number(self) -> int:
         """63 bits that stand for what must be the same on all ranks; k may differ, but for the tree order."""
-        text = repr((self.what, self.rows, self.columns, self.counts, self.depths))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+        return _number_of(self.what, self.rows, self.columns, self.counts, self.depths)
+
+    @functools.cached_property
+    def agreed(self) -> int:
+        """The same without k."""
+        return _number_of(self.what, self.rows, self.columns, self.counts)
 
     def pieces(self, wanted: int) -> tuple[Piece, ...]:
         """The flat space in about as many pieces of nearly equal size, cut between rows."""
@@ -103,6 +107,10 @@ class Plan:
             counts.append(max(0, min(end, at + n) - max(begin, at)))
             at += n
         return Piece(tuple(parts), begin, end - begin, counts or None)
+
+
+def _number_of(*facts: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def own_count(counts: Sequence[int] | None, rank: int, size: int, total: int) -> int:

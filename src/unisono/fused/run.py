@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import TypeAlias
 
 import torch
 
-from ..base.errors import make_argument_error
+from ..base.errors import MismatchError, make_argument_error
 from ..base.handle import Handle
 from ..base.tensors import is_shared
 from ..transport.backend import round_products
 from ..transport.protocol import Transport
-from .gemm import DTYPES, multiply, wide
+from .gemm import DTYPES, is_one_subtree_each, multiply, plain_weight, subtrees, wide
 from .plan import Piece, Plan, Shape, own_count
+
+Cuts: TypeAlias = list[list[int]] | None  # every group's depth on every rank
 
 _LEAST_PIECE = 1 << 16  # elements: 64 rows of 1024
 
@@ -47,9 +50,8 @@ def run(
     dtype = wide(like.dtype)
     if parts and bias:
         return _with_bias(transport, plan, x, weight, bias, residual, scale, bias_share, pieces, parts)
-    if parts:
-        _check_by_tree(transport)
     result = like.new_empty(0, dtype=dtype) if exact else like
+    cuts = _cuts(transport, plan, result, scale, residual is not None) if parts else None
     rows = x if len(x) == len(plan.rows) else torch.split_with_sizes(like, plan.rows)
     offsets = _bias_rows(bias, bias_share, dtype)
 
@@ -72,6 +74,10 @@ def run(
         return out
     rank, size = transport.rank, transport.size
     out = _new(transport, result, own_count(plan.counts, rank, size, plan.total))
+    if cuts is not None:
+        sums = _own(transport, plan, _sum_of_subtrees(transport, plan, rows, weight, cuts, pieces))
+        round_products(sums, out, scale, residual)
+        return out
     if residual is not None and plan.counts and not is_shared(residual):
         residual = _copy(transport, residual)
     cut = plan.pieces(pieces or _pieces_for(transport, plan, dtype))
@@ -106,14 +112,15 @@ def _with_bias(
 ) -> torch.Tensor:
     """In the tree order: the bias is added to the whole sum, since shares of it would be rounded with the products.
 
-    A bias that all ranks hold alike is then the same bits for every number of ranks: their sum and its share are exact.
+    A bias that all ranks hold alike is then the same bits for every number of ranks: their sum and its share are exact
+    in float64.
     """
     sums = run(transport, plan, x, weight, (), None, "sum", 1.0, 1.0, pieces, parts, exact=True)
-    flat = reduce_values(transport, flat_of(bias).to(sums.dtype), (), "sum") * bias_share
-    rows = torch.split_with_sizes(flat, plan.columns)
+    flat = reduce_values(transport, flat_of(bias).to(sums.dtype).double(), (), "sum") * bias_share
+    rows = torch.split_with_sizes(flat.to(sums.dtype), plan.columns)
     whole = flat_of([row.expand(m, -1) for row, m in zip(rows, plan.rows, strict=True)])
-    if plan.counts and transport is not None:
-        whole = torch.cat(torch.split_with_sizes(whole, plan.counts)[transport.rank :: transport.size])
+    if transport is not None:
+        whole = _own(transport, plan, whole)
     like = x[0]
     out = like.new_empty(sums.numel()) if transport is None else _new(transport, like, sums.numel())
     round_products(sums + whole, out, scale, residual)
@@ -201,14 +208,80 @@ def _reduce(
     residual: torch.Tensor | None,
     counts: Sequence[int] | None,
 ) -> Handle | None:
-    # What ranks must agree on beside the plan: dtype of the output, scale, and whether there is a residual.
-    options = (DTYPES.index(out.dtype) * 2 + (residual is not None)) * 0x9E3779B97F4A7C15
-    number = (plan.number ^ options ^ hash(scale) * 0xC2B2AE3D27D4EB4F) & 0xFFFF_FFFF_FFFF_FFFF
+    number = _with_options(plan.number, out.dtype, scale, residual is not None)
 
     def words() -> str:
         return f"{plan.words}  {reduce_op}  {str(out.dtype).removeprefix('torch.')}"
 
     return transport.matmul_reduce(products, out, reduce_op, scale, residual, counts, number, words, None)
+
+
+def _with_options(number: int, dtype: torch.dtype, scale: float, has_residual: bool) -> int:
+    """What ranks must agree on beside the plan: dtype of the output, scale, and whether there is a residual."""
+    options = (DTYPES.index(dtype) * 2 + has_residual) * 0x9E3779B97F4A7C15
+    return (number ^ options ^ hash(scale) * 0xC2B2AE3D27D4EB4F) & 0xFFFF_FFFF_FFFF_FFFF
+
+
+def _cuts(transport: Transport | None, plan: Plan, like: torch.Tensor, scale: float, extra: bool) -> Cuts:
+    """In the tree order: every group's depth on every rank; None where every rank has one subtree.
+
+    A rank knows its own depths only, so they are gathered; then all ranks go the same way, or raise the same error.
+    ``like`` has the dtype of the output, ``extra``: there is a residual.
+    """
+    _check_by_tree(transport)
+    if transport is None or transport.size == 1:
+        return None
+    agreed = _with_options(plan.agreed, like.dtype, scale, extra) >> 1
+    mine = torch.tensor([agreed, *plan.depths], dtype=torch.int64)
+    every = torch.empty(transport.size, len(mine), dtype=torch.int64)
+    transport.all_gather(every.view(-1), mine, None, None, False)
+    if bool((every[:, 0] != agreed).any()):
+        raise MismatchError(f"ranks disagree on the shapes or options\n  rank {transport.rank}: {plan.words}")
+    cuts = every[:, 1:].t().tolist()
+    for i, depths in enumerate(cuts):
+        subtrees(depths, i)
+    return None if all(is_one_subtree_each(depths) for depths in cuts) else cuts
+
+
+def _sum_of_subtrees(
+    transport: Transport,
+    plan: Plan,
+    rows: Sequence[torch.Tensor],
+    weight: Sequence[torch.Tensor],
+    cuts: Sequence[Sequence[int]],
+    pieces: int,
+) -> torch.Tensor:
+    """All sums, where a rank's part of a depth may be several subtrees: their sums are gathered and added in order."""
+    sums = rows[0].new_empty(plan.total, dtype=torch.float32)
+    at = 0
+    for piece in plan.pieces(pieces or _pieces_for(transport, plan, sums.dtype)):
+        for i, begin, end in piece.parts:
+            n, count = plan.columns[i], (end - begin) * plan.columns[i]
+            unit, of_ranks = subtrees(cuts[i], i)
+            mine = of_ranks[transport.rank]
+            held = weight[i] if len(mine) == 1 else plain_weight(weight[i], n)
+            partial = _new(transport, sums, len(mine) * count)
+            for to, (first, last, _) in zip(partial.view(len(mine), count), mine, strict=True):
+                x, w = (rows[i], held) if len(mine) == 1 else (rows[i][:, first:last], held[first:last])
+                multiply(to, [x[begin:end]], [w], [n], None, unit=unit)
+            every = _new(transport, sums, sum(map(len, of_ranks)) * count)
+            transport.all_gather(every, partial, [len(rank) * count for rank in of_ranks], None, False)
+            waiting: list[torch.Tensor] = []
+            trees = [tree for rank in of_ranks for tree in rank]
+            for part, (_, _, joins) in zip(every.view(len(trees), count), trees, strict=True):
+                for _ in range(joins):
+                    part = waiting.pop() + part
+                waiting.append(part)
+            sums[at : at + count] = waiting[0] if waiting else 0.0
+            at += count
+    return sums
+
+
+def _own(transport: Transport, plan: Plan, flat: torch.Tensor) -> torch.Tensor:
+    """This rank's part of all elements, if the plan has counts."""
+    if not plan.counts:
+        return flat
+    return torch.cat(torch.split_with_sizes(flat, plan.counts)[transport.rank :: transport.size])
 
 
 def _check_by_tree(transport: Transport | None) -> None:
