@@ -108,7 +108,7 @@ injected: .venv/package.done  ## faults at exact points of the core; and each ce
 	rm -rf build/faults
 	$(CMAKE) --install build/core-faults --prefix build/faults/site
 	cp -R src/unisono src/unisono_autoload build/faults/site
-	PYTHONPATH="$$PWD/build/faults/site" $(PY) -m pytest tests/faults/test_injected.py $(ARGS)
+	PYTHONPATH="$$PWD/build/faults/site" $(PY) -m pytest -m "slow or not slow" tests/faults/test_injected.py $(ARGS)
 
 FUZZ_SECONDS ?= 60
 fuzz: .venv/tools.done  ## a hostile peer's hellos, heap and messages, under the address sanitizer; FUZZ_SECONDS, SEED
