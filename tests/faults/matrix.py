@@ -198,9 +198,9 @@ def product() -> Iterator[Case]:
                         yield Case(row, moment, size, asynchronous, one_core)
 
 
-def diagonal() -> Iterator[Case]:
-    """Every moment once, with the sizes, both kinds of calls and one core in turns."""
-    moments = [(row, moment) for row in MATRIX for moment in row.moments if not moment.slow]
+def diagonal(slow: bool = False) -> Iterator[Case]:
+    """Every moment once, with the sizes, both kinds of calls and one core in turns; the slow ones too if asked for."""
+    moments = [(row, moment) for row in MATRIX for moment in row.moments if slow or not moment.slow]
     for i, (row, moment) in enumerate(moments):
         yield Case(row, moment, moment.sizes[i % len(moment.sizes)], i // 2 % 2 == 0, i % 4 == 3)
 

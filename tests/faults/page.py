@@ -94,11 +94,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=PAGE)
     options = parser.parse_args()
     piece, of = (int(n) for n in options.piece.split("/"))
-    cases = [
-        c
-        for c in (matrix.diagonal() if options.diagonal else matrix.product())
-        if not options.no_slow or not c.moment.slow
-    ]
+    product = matrix.diagonal(slow=True) if options.diagonal else matrix.product()
+    cases = [case for case in product if not (options.no_slow and case.moment.slow)]
     done, failed = run_cases(cases[piece - 1 :: of])
     if of > 1:  # of earlier pieces
         kept = json.loads(KEPT.read_text()) if KEPT.exists() and piece > 1 else []
