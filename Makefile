@@ -23,7 +23,7 @@ REQUIREMENTS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); 
 EXTRA := import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
 	print(*p["project"]["optional-dependencies"][sys.argv[1]], sep="\n")
 
-.PHONY: arm docs wheel help demo test test-slow bench conformance mutation faults soak lint format core-test sanitize sanitize-python install clean
+.PHONY: arm docs wheel injected fuzz help demo test test-slow bench conformance mutation faults soak lint format core-test sanitize sanitize-python install clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -86,6 +86,7 @@ arm: .venv/tools.done  ## the C++ tests for 64-bit ARM, cross-compiled and run u
 # end is no leak of ours, hence detect_leaks=0.
 MEMORY_TESTS := tests/api/test_async.py tests/api/test_send_recv.py
 SANITIZED_TESTS := $(MEMORY_TESTS) tests/api/test_group.py tests/faults/test_waits.py tests/faults/test_fork.py \
+	tests/faults/test_injected.py \
 	--deselect tests/api/test_group.py::test_from_env_under_torchrun
 sanitize-python: .venv/package.done  ## some Python tests with freed memory overwritten, then under the address sanitizer
 	GLIBC_TUNABLES=glibc.malloc.tcache_count=0:glibc.malloc.perturb=165 $(PY) -m pytest $(MEMORY_TESTS) $(ARGS)
@@ -100,6 +101,20 @@ sanitize-python: .venv/package.done  ## some Python tests with freed memory over
 	export UBSAN_OPTIONS=print_stacktrace=1:log_path="'$$PWD/build/address/reports/undefined'"; \
 	$(FIXED_ADDRESSES) $(PY) -m pytest $(SANITIZED_TESTS) $(ARGS); status=$$?; \
 	cat build/address/reports/* 2>/dev/null && exit 1; exit $$status
+
+injected: .venv/package.done  ## faults at exact points of the core; and each cell of the matrix without its defence
+	$(CMAKE) -S . -B build/core-faults -G Ninja -DUNISONO_FAULTS=ON -DPython_EXECUTABLE="$$PWD/$(PY)"
+	$(CMAKE) --build build/core-faults
+	rm -rf build/faults
+	$(CMAKE) --install build/core-faults --prefix build/faults/site
+	cp -R src/unisono src/unisono_autoload build/faults/site
+	PYTHONPATH="$$PWD/build/faults/site" $(PY) -m pytest -m "slow or not slow" tests/faults/test_injected.py $(ARGS)
+
+FUZZ_SECONDS ?= 60
+fuzz: .venv/tools.done  ## a hostile peer's hellos, heap and messages, under the address sanitizer; FUZZ_SECONDS, SEED
+	$(call build_core,build/core-address,address,OFF)
+	UNISONO_FUZZ_SECONDS=$(FUZZ_SECONDS) $(if $(SEED),UNISONO_FUZZ_SEED=$(SEED)) build/core-address/test_hostile
+	UNISONO_FUZZ_SECONDS=$(FUZZ_SECONDS) $(if $(SEED),UNISONO_FUZZ_SEED=$(SEED)) build/core-address/test_fuzz
 
 docs: .venv/package.done  ## build the documentation into build/docs
 	$(PY) -c '$(EXTRA)' docs > .venv/docs.txt
@@ -124,9 +139,9 @@ clean:  ## remove everything that was built, and the virtual environment
 	rm -rf build .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
 
-# $(1): build folder, $(2): sanitizer or nothing, $(3): ON for the Python module too.
+# $(1): build folder, $(2): sanitizer or nothing, $(3): ON for the Python module too. All for tests, so with faults.
 define build_core
-	$(CMAKE) -S . -B $(1) -G Ninja -DUNISONO_MODULE=$(3) -DUNISONO_TESTS=ON -DUNISONO_SANITIZE=$(2) \
+	$(CMAKE) -S . -B $(1) -G Ninja -DUNISONO_MODULE=$(3) -DUNISONO_FAULTS=ON -DUNISONO_TESTS=ON -DUNISONO_SANITIZE=$(2) \
 		-DPython_EXECUTABLE="$$PWD/$(PY)" -DCMAKE_COMPILE_WARNING_AS_ERROR=ON
 	$(CMAKE) --build $(1)
 endef

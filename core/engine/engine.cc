@@ -9,6 +9,8 @@
 
 namespace unisono {
 
+constexpr int64_t kAwaitThreads = 500'000'000;  // how long closing waits for this engine's threads
+
 Engine::Engine(std::unique_ptr<Group> group)
     : group_(std::move(group)),
       waiter_(*group_),
@@ -310,15 +312,11 @@ void Engine::close(const std::string& reason, int64_t linger_ns) {
   changed_.notify_all();
   work_.notify_all();
   needed_.notify_all();
-  Failure cause;
-  group_->usable(cause);
-  messages_->fail_all(cause);
-  end_messages();
-  while (run_head(false)) {  // each ends with the cause above
-  }
-  await_threads();
-  while (run_head(false)) {  // what a thread held that is in a callback now
-  }
+  const int64_t until = now_ns() + kAwaitThreads;
+  end_pending();
+  await_threads(until);
+  end_pending();  // what a thread held that is in a callback now
+  await_threads(until);
   // Peers usually close at the same time; then the block can go at once.
   for (int64_t until = now_ns() + linger_ns; now_ns() < until && !group_->all_left();) {
     timespec nap{0, 1'000'000};

@@ -58,7 +58,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // Leave the group: tells the peers, ends what is pending, stops the progress thread, then waits up to `linger_ns`
   // for the peers to leave too, so that shared memory can be given back at once. Takes less than 2 s, whatever
-  // receivers and callbacks do: short sends that nobody takes in that time are lost.
+  // receivers and callbacks do: short sends that nobody takes in that time are lost, and callbacks are called by other
+  // threads, which are left alone if they are not over soon.
   void close(const std::string& reason, int64_t linger_ns = 0);
 
  private:
@@ -74,8 +75,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void progress_messages();
   Call watcher_of(const std::vector<std::shared_ptr<Ticket>>& messages, Ticket*& first) const;
   void announce(Ticket& ticket);
+  bool leave_to_spare_thread(std::function<void()>& callback);  // under queue_mutex_; false: there is no thread
   void flush_sends();
-  void await_threads();
+  void end_pending();                    // all calls and messages of a group that is closed
+  void await_threads(int64_t until_ns);  // and lets go of those that are not over by then
 
   // False: nothing to run now. Takes run_mutex_ if it is free, and gives it back before on_done. With `awaited`: only
   // what stands before that ticket, and the ticket itself; who waits for one call must not get into a later one.

@@ -15,20 +15,22 @@
 
 #include <algorithm>
 #include <system_error>
+#include <utility>
 
+#include "base/faults.h"
 #include "engine/engine.h"
 
 namespace unisono {
 namespace {
 
 constexpr int64_t kFlushFor = 1'000'000'000;  // how long a closing rank waits for receivers of its short sends
-constexpr std::chrono::milliseconds kAwaitThreads{500};  // and for its own threads
 // How long a thread stays without the role: a few of them long, since beside busy neighbours a new thread waits for its
 // first turn much longer than one that wakes up.
 constexpr size_t kFewThreads = 2;
 constexpr std::chrono::milliseconds kSpareThreadLife{100}, kFewThreadsLife{2000};
 
 thread_local Engine* progressing = nullptr;  // the engine whose progress thread this is, if any
+thread_local Engine* closing = nullptr;      // the engine that this thread is closing, if any
 
 // Asks the scheduler for short turns that begin soon: Linux 6.12 and newer lets a thread that wants short slices
 // interrupt one with a long slice when it wakes up. Its share of the processor stays what it was. Older kernels ignore
@@ -105,18 +107,19 @@ void Engine::announce(Ticket& ticket) {
   changed_.notify_all();
   auto callback = std::move(ticket.on_done);
   if (!callback) return;
+  if (closing == this && is_up(Defence::callbacks)) {
+    // It may sleep for longer than closing may take.
+    std::lock_guard lock(queue_mutex_);
+    if (leave_to_spare_thread(callback)) return;
+  }
   if (progressing != this) {
     callback();
     return;
   }
   {
     std::lock_guard lock(queue_mutex_);
-    if (!closed_ && (!queue_.empty() || !in_flight_.empty() || messages_->backlog())) {
-      callbacks_.push_back(std::move(callback));
-      if (has_spare_threads()) return;
-      callback = std::move(callbacks_.back());
-      callbacks_.pop_back();
-    }
+    if (!closed_ && (!queue_.empty() || !in_flight_.empty() || messages_->backlog()))
+      if (leave_to_spare_thread(callback)) return;
     progressing = nullptr;
     has_progress_thread_ = false;
   }
@@ -125,6 +128,14 @@ void Engine::announce(Ticket& ticket) {
   if (has_progress_thread_) return;  // another thread has taken over; this one becomes a spare one
   has_progress_thread_ = true;
   progressing = this;
+}
+
+bool Engine::leave_to_spare_thread(std::function<void()>& callback) {
+  callbacks_.push_back(std::move(callback));
+  if (has_spare_threads()) return true;
+  callback = std::move(callbacks_.back());
+  callbacks_.pop_back();
+  return false;
 }
 
 bool Engine::become_progress_thread() {
@@ -221,9 +232,8 @@ void Engine::progress_messages() {
   Ticket* first = nullptr;
   Call watcher = watcher_of(pending, first);
   auto owes = [&](int r) {
-    return std::any_of(pending.begin(), pending.end(), [&](const auto& t) {
-      return !t->message->done.load(std::memory_order_acquire) && (t->message->peer < 0 || t->message->peer == r);
-    });
+    messages_->settle();
+    return std::any_of(pending.begin(), pending.end(), [&](const auto& t) { return messages_->needs(*t->message, r); });
   };
   auto is_done = [](const auto& t) { return t->message->done.load(std::memory_order_acquire); };
   const int64_t until = now_ns() + 10'000'000;
@@ -247,13 +257,25 @@ void Engine::flush_sends() {
     messages_->advance();
 }
 
+void Engine::end_pending() {
+  if (!is_up(Defence::endings)) return;
+  Engine* before = std::exchange(closing, this);
+  Failure cause;
+  group_->usable(cause);
+  messages_->fail_all(cause);
+  end_messages();
+  while (run_head(false)) {  // each ends with the cause above
+  }
+  closing = before;
+}
+
 // A thread that is in a callback may stay there for long, and may be this one: it is left alone, and holds the engine.
-void Engine::await_threads() {
+void Engine::await_threads(int64_t until_ns) {
   std::unique_lock lock(queue_mutex_);
   auto is_over = [&](const std::thread& t) {
     return std::find(ended_.begin(), ended_.end(), t.get_id()) != ended_.end();
   };
-  changed_.wait_for(lock, kAwaitThreads, [&] {
+  changed_.wait_for(lock, std::chrono::nanoseconds(until_ns - now_ns()), [&] {
     return std::all_of(threads_.begin(), threads_.end(),
                        [&](const std::thread& t) { return is_over(t) || t.get_id() == std::this_thread::get_id(); });
   });

@@ -7,6 +7,7 @@
 // mismatch they exchange one line of words each, and the group goes on.
 #include <algorithm>
 
+#include "base/faults.h"
 #include "group/requests.h"
 
 namespace unisono {
@@ -86,6 +87,7 @@ std::vector<int> Requests::odd_ones() const {
 Code Requests::check(Call& call) {
   copy_requests(call);
   if (!g_.all_came()) return waiter_.health(call, [](int) { return true; });
+  if (!is_up(Defence::agreement)) return Code::ok;
   if (Code code = compare_requests(call); code != Code::ok) return code;
   if (counts_differ(call.verb))
     if (Code code = compare_counts(call); code != Code::ok) return code;

@@ -116,6 +116,7 @@ bool Group::usable(Failure& failure) {
 }
 
 bool Group::given_up() const {
+  if (!is_up(Defence::withdrawal)) return false;
   if (stopped()) return true;
   for (const Peer& p : peers_)
     if (p.block.abort().code.load(std::memory_order_acquire)) return true;

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/faults.h"
 #include "base/function_ref.h"
 #include "group/call.h"
 #include "group/control.h"
@@ -52,7 +53,9 @@ class Group {
   void close(const std::string& reason);
   bool usable(Failure& failure);                                             // false: with the first cause
   bool stopped() const { return stopped_.load(std::memory_order_acquire); }  // broken or closed
-  bool is_of_parent() const { return generation_ != fork_generation(); }     // this process is a forked child
+  bool is_of_parent() const {                                                // this process is a forked child
+    return generation_ != fork_generation() && is_up(Defence::forks);
+  }
   // A cheap look, for between two pieces of work: has this rank or another given the group up?
   bool given_up() const;
   // Ends a call, and the group with it.
@@ -105,6 +108,7 @@ class Group {
 
   // Releases a flag of this rank's block and wakes peers that sleep on it.
   void publish(Flag& flag, uint64_t value) {
+    reach_phase(flag);
     flag.store(value, std::memory_order_release);
     wake(flag);
   }
@@ -117,6 +121,17 @@ class Group {
   }
 
  private:
+  // For tests only: a fault may strike before a flag is released.
+  void reach_phase([[maybe_unused]] const Flag& flag) const {
+#if defined(UNISONO_FAULTS)
+    constexpr const char* names[] = {"descriptor", "exit", "staged", "reduced", "copied", "note", "withdrawn"};
+    static_assert(std::size(names) == static_cast<size_t>(Phase::count_));
+    for (size_t i = 1; i < std::size(names); i++)
+      if (&flag == &mine_.flag(static_cast<Phase>(i))) return reach(names[i]);
+    const bool is_descriptor = &flag == &mine_.descriptor(0).seq || &flag == &mine_.descriptor(1).seq;
+    reach(is_descriptor ? names[0] : "message");
+#endif
+  }
   void wake(const Flag& flag) const;
   void record_members();
   void dump_records(const Failure& cause) const;

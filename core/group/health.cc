@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "base/faults.h"
 #include "group/wait.h"
 
 namespace unisono {
@@ -46,9 +47,9 @@ Code Waiter::health(Call& call, Owes owes) {
   if (!gone.empty()) return lost(call, gone);
   if (int64_t now = now_ns(); call.deadline_ns == 0)
     set_deadline(call, now);
-  else if (now > call.deadline_ns)
+  else if (now > call.deadline_ns && is_up(Defence::deadlines))
     return timed_out(call, owes);
-  if (call.may_interrupt && python_interrupted && python_interrupted())
+  if (call.may_interrupt && is_up(Defence::interrupts) && python_interrupted && python_interrupted())
     return g_.break_with(call, Code::interrupted, "rank " + std::to_string(g_.rank()) + " was interrupted",
                          {g_.rank()});
   return Code::ok;

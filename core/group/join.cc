@@ -9,6 +9,7 @@
 #include <cstdio>
 
 #include "base/cpu.h"
+#include "base/faults.h"
 #include "group/hello.h"
 #include "group/retire.h"
 #include "group/wait.h"
@@ -183,6 +184,7 @@ class Joining {
   bool hear(Connection& c) {
     Hello hello;
     Fd memory;
+    reach("joining");
     const Received received = receive_hello(c.socket.get(), hello, memory);
     if (received == Received::nothing) return true;
     bool known = received == Received::hello && hello.magic == Hello::kMagic && hello.nonce == mine().nonce;
@@ -203,7 +205,7 @@ class Joining {
     }
     Fd socket = std::move(c.socket);
     if (!known)
-      return c.rank < 0 ||
+      return (c.rank < 0 && is_up(Defence::strangers)) ||
              failed(Code::peer_lost, rank_words(c.rank) + " closed the connection while joining", {c.rank});
     auto link = std::make_shared<Link>(std::move(socket));
     const Block block(mapping->base() + hello.block, facts_.size);

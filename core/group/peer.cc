@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "base/faults.h"
+
 namespace unisono {
 
 Membership* membership_of(const Block& block, std::byte* heap_base, size_t capacity) {
@@ -18,8 +20,9 @@ Member member_of(const Peer& peer) {
 
 PeerState state_of(const Peer& peer, const Member& member, std::string* reason) {
   const auto& [line, use] = member;
-  if (line && line->use.load(std::memory_order_acquire) != use) return PeerState::left;
-  if (line && line->left.load(std::memory_order_acquire) == use) {
+  const bool may_leave = line && is_up(Defence::departures);
+  if (may_leave && line->use.load(std::memory_order_acquire) != use) return PeerState::left;
+  if (may_leave && line->left.load(std::memory_order_acquire) == use) {
     if (reason) {
       alignas(uint64_t) char words[sizeof line->reason];
       copy_words(words, line->reason, sizeof words);
@@ -29,7 +32,7 @@ PeerState state_of(const Peer& peer, const Member& member, std::string* reason) 
     return PeerState::left;
   }
   if (!line && !peer.link) return PeerState::left;
-  return peer.link && peer.link->hung_up() ? PeerState::died : PeerState::alive;
+  return peer.link && peer.link->hung_up() && is_up(Defence::deaths) ? PeerState::died : PeerState::alive;
 }
 
 bool are_crowded(const std::vector<Peer>& peers) {

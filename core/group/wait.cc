@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "base/faults.h"
 #include "group/deadlock.h"
 #include "group/futex.h"
 
@@ -228,6 +229,7 @@ Code Waiter::look(Call& call, Patience& patience) {
 }
 
 Code Waiter::look_for_deadlock(Call& call, Patience& patience, int64_t now) {
+  if (!is_up(Defence::cycles)) return Code::ok;
   if (patience.what == WaitFor::data || now - patience.begin_ns < kDeadlockAfter) return Code::ok;
   if (!patience.finder.look(call.seq, patience.what, now)) return Code::ok;
   patience.line.prove();

@@ -77,8 +77,9 @@ std::string exit_words(pid_t pid) {
   if (end == std::string::npos || end + 2 >= line.size() || last == std::string::npos) return "";
   const unsigned long status = std::strtoul(line.c_str() + last, nullptr, 10);
   const bool dead = line[end + 2] == 'Z' || line[end + 2] == 'X';
+  // Set before the connections of an ending process are closed, so it is there though the process may not be dead yet.
   if (status & 0x7f) return "signal " + std::to_string(status & 0x7f);
-  return dead ? "exit code " + std::to_string(status >> 8 & 0xff) : "";
+  return dead || status ? "exit code " + std::to_string(status >> 8 & 0xff) : "";
 }
 
 std::string process_state(pid_t pid) {

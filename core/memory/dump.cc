@@ -99,7 +99,7 @@ class Json {
 void write_group(Json& j, const ReadGroup& g, int64_t wall) {
   j.open('{').key("name").string(g.name()).key("id").hex(g.words.id).key("open").truth(g.open);
   j.key("rank").number(g.words.rank).key("size").number(g.words.size);
-  j.key("opened_ns").number(g.words.opened_ns + wall);
+  j.key("opened_ns").number(wrapped_sum(g.words.opened_ns, wall));
   j.key("pids").open('[');
   for (int r = 0; r < g.words.size; r++) j.number(g.words.pids[r]);
   j.close(']').key("tokens").open('[');
@@ -124,7 +124,8 @@ void write_operation(Json& j, const ReadOperation& o, int64_t wall) {
     for (uint64_t count : *splits) j.number(static_cast<int64_t>(count));
     j.close(']');
   }
-  j.key("began_ns").number(o.began_ns + wall).key("ended_ns").number(o.ended_ns ? o.ended_ns + wall : 0);
+  j.key("began_ns").number(wrapped_sum(o.began_ns, wall));
+  j.key("ended_ns").number(o.ended_ns ? wrapped_sum(o.ended_ns, wall) : 0);
   j.key("async").truth(o.asynchronous).key("site").string(o.site).close('}');
 }
 
@@ -140,7 +141,8 @@ void write_wait(Json& j, const ReadWaiting& read, int64_t now, int64_t wall) {
     if (w.owes(r)) j.number(r);
   j.close(']');
   j.key("peer").number(w.peer).key("tag").number(w.tag);
-  j.key("since_ns").number(w.since_ns + wall).key("waited_ns").number(now - w.since_ns);
+  j.key("since_ns").number(wrapped_sum(w.since_ns, wall));
+  j.key("waited_ns").number(wrapped_difference(now, w.since_ns));
   j.key("site").string(w.site).close('}');
 }
 
@@ -173,7 +175,7 @@ std::string record_as_json(const std::byte* heap_base, const std::string& why, s
   gethostname(host, sizeof host - 1);
   Json j;
   j.open('{').key("unisono_trace").number(1).key("host").string(host).key("pid").number(header.pid);
-  j.key("token").hex(read_token(heap_base).a).key("why").string(why).key("written_ns").number(now + wall);
+  j.key("token").hex(read_token(heap_base).a).key("why").string(why).key("written_ns").number(wrapped_sum(now, wall));
   j.key("groups").open('[');
   for (const ReadGroup& g : read_groups(heap_base)) write_group(j, g, wall);
   j.close(']').key("waits").open('[');

@@ -31,16 +31,19 @@ bool copy_entry(const KeptEntry& entry, size_t capacity, KeptTensor& tensor, uin
       said.offset > capacity || said.bytes > capacity - said.offset || tensor.name.empty())
     return false;
   tensor.dtype = static_cast<DType>(said.dtype);
+  if (said.offset % dtype_bytes(tensor.dtype)) return false;
   tensor.offset = said.offset;
   tensor.bytes = said.bytes;
-  size_t bytes = dtype_bytes(tensor.dtype);
+  size_t bytes = dtype_bytes(tensor.dtype);  // with an empty dimension counted as 1: strides must not overflow either
+  bool is_empty = false;
   tensor.shape.clear();
   for (uint64_t i = 0; i < said.dims; i++) {
-    if (said.shape[i] > INT64_MAX || __builtin_mul_overflow(bytes, static_cast<size_t>(said.shape[i]), &bytes))
-      return false;
+    is_empty |= said.shape[i] == 0;
+    const size_t length = std::max<size_t>(said.shape[i], 1);
+    if (length > INT64_MAX || __builtin_mul_overflow(bytes, length, &bytes) || bytes > INT64_MAX) return false;
     tensor.shape.push_back(static_cast<int64_t>(said.shape[i]));
   }
-  return bytes == said.bytes;
+  return (is_empty ? 0 : bytes) == said.bytes;
 }
 
 Flag& first_page(std::byte* heap_base) {

@@ -41,12 +41,14 @@ const T* at(const std::byte* base, size_t offset) {
 class TickClock {
  public:
   explicit TickClock(const RecorderHeader& header) : from_(header) {
-    const double ns = static_cast<double>(now_ns() - header.ns0);
-    const double passed = static_cast<double>(ticks() - header.ticks0);
+    const double ns = static_cast<double>(wrapped_difference(now_ns(), header.ns0));
+    const double passed = static_cast<double>(wrapped_difference(ticks(), header.ticks0));
     if (use_processor_clock && passed > 0 && ns > 0) rate_ = ns / passed;
   }
   int64_t ns(int64_t tick) const {
-    return from_.ns0 + static_cast<int64_t>(static_cast<double>(tick - from_.ticks0) * rate_);
+    const double ns = static_cast<double>(wrapped_difference(tick, from_.ticks0)) * rate_;
+    constexpr double kMost = 9e18;  // what an integer holds
+    return wrapped_sum(from_.ns0, static_cast<int64_t>(std::clamp(ns, -kMost, kMost)));
   }
 
  private:

@@ -172,6 +172,10 @@ class Recorder {
   bool open_[kRecordedGroups] = {};
 };
 
+// Whether collectives are recorded: switched off by the bench only, which measures what that costs. Relaxed: on its
+// own.
+inline std::atomic<bool> records_calls{true};
+
 // The recorder's clock: the processor's where all of them agree on it, since a look at it costs least.
 int64_t ticks();
 

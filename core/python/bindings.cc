@@ -5,6 +5,7 @@
 
 #include <chrono>
 
+#include "base/faults.h"
 #include "kernels/gemm.h"
 #include "kernels/reduce.h"
 #include "memory/dump.h"
@@ -111,6 +112,7 @@ void add_functions(nb::module_& m) {
       },
       nb::kw_only(), "tensor"_a, "reduce_op"_a, "handle"_a, "make_error"_a, "make_argument_error"_a, "warn"_a,
       "library_folders"_a, "trace_folder"_a, "trace_signal"_a, "heap_max"_a, "spin_us"_a, "fork_copy_max"_a);
+  m.def("record_calls", [](bool on) { records_calls.store(on, std::memory_order_relaxed); }, "on"_a);
   m.def(
       "read_op",
       [](nb::handle op, nb::handle factor) {
@@ -247,4 +249,8 @@ NB_MODULE(_core, m) {
   unisono::add_functions(m);
   unisono::add_memory(m);
   unisono::add_classes(m);
+#if defined(UNISONO_FAULTS)  // for tests only
+  m.def("inject_fault", &unisono::inject_fault, "point"_a, "action"_a, "nth"_a = 1);
+  m.def("switch_off", &unisono::switch_off, "defence"_a);
+#endif
 }

@@ -374,7 +374,7 @@ nb::object Communicator::run(Collected& c, nb::handle timeout_s, bool async_op, 
   if (!engine_) return nb::none();
   c.call.in_parts = c.in.data();
   c.call.out_parts = c.out.data();
-  c.call.site = find_call_site();
+  c.call.site = records_calls.load(std::memory_order_relaxed) ? find_call_site() : nullptr;
   auto describe = [&c, size = size_] {
     std::string words = argument_words(c.tensors[0]), more = argument_words(c.tensors[1]);
     if (!words.empty() && !more.empty()) words += ", ";

@@ -6,6 +6,11 @@
 #include <mutex>
 
 namespace unisono {
+
+nb::object text_of(const std::string& s) {
+  return nb::steal(PyUnicode_DecodeUTF8(s.data(), static_cast<Py_ssize_t>(s.size()), "replace"));
+}
+
 namespace {
 
 constexpr const char* rule_names[] = {
@@ -22,11 +27,6 @@ constexpr const char* rule_names[] = {
     "outside_heap",   "group_size",
 };
 static_assert(std::size(rule_names) == static_cast<size_t>(Rule::count_), "one name per rule, in the same order");
-
-// Parts of a message come out of shared memory, where a broken peer may have put anything.
-nb::object text_of(const std::string& s) {
-  return nb::steal(PyUnicode_DecodeUTF8(s.data(), static_cast<Py_ssize_t>(s.size()), "replace"));
-}
 
 [[noreturn]] void throw_exception(nb::handle error) {
   PyErr_SetObject(reinterpret_cast<PyObject*>(error.type().ptr()), error.ptr());

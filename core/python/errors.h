@@ -94,6 +94,8 @@ struct Refusal {
 
 [[noreturn]] void refuse(const Refusal& refusal);
 [[noreturn]] void raise(const Failure& failure, const std::string& group, int rank);
+// Parts of a message come out of shared memory, where a broken peer may have put anything.
+nb::object text_of(const std::string& s);
 nb::object error_of(const Failure& failure, const std::string& group, int rank);
 
 // Called by the core while it waits, without the GIL: true if a signal handler raised. The exception stays set in this

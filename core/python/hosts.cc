@@ -45,7 +45,7 @@ int Communicator::await_words(const std::vector<std::pair<uintptr_t, uint64_t>>&
 nb::object Communicator::trouble() {
   Failure failure;
   auto told = [](Code code, const std::vector<int>& peers, const std::string& text) {
-    return nb::make_tuple(static_cast<int>(code), peers, text);
+    return nb::make_tuple(static_cast<int>(code), peers, text_of(text));
   };
   if (!group().usable(failure)) return told(failure.code, failure.peers, failure.text);
   std::vector<int> left, died;

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "base/faults.h"
 #include "verbs/mover.h"
 
 namespace unisono {
@@ -50,6 +51,11 @@ Code Collectives::run(Call& call) {
 void Collectives::record(const Call& call) {
   if (is_recorded_) return;
   is_recorded_ = true;
+  if (!records_calls.load(std::memory_order_relaxed)) {
+    recorded_ = {};
+    bytes_ = 0;
+    return;
+  }
   const Recorder::OpenGroup& group = g_.recorded();
   const Operated what{call.verb, call.dtype, call.op,  call.asynchronous, call.root,
                       call.seq,  call.count, call.tag, group.reference,   call.site};
@@ -157,7 +163,7 @@ void Collectives::withdraw(Call& call, bool checked) {
   g_.publish(g_.mine().flag(Phase::withdrawn), call.seq);
   if (checked && requests_.all_buffered()) return;  // everybody serves itself
   const Requests::Exposed tensors = requests_.exposed(call);
-  if (!tensors.any) return;
+  if (!tensors.any || !is_up(Defence::withdrawal)) return;
   g_.mine().descriptor(call.seq).seq.store(0, std::memory_order_release);
   fence_everybody();  // from here on, who has not published its own descriptor cannot have seen ours
   const int64_t until = now_ns() + kWithdrawFor;

@@ -136,6 +136,22 @@ void Messages::advance() {
   if (std::unique_lock lock(mutex_, std::try_to_lock); lock) step();  // else somebody else does it
 }
 
+void Messages::settle() {
+  std::lock_guard lock(mutex_);
+  step();
+}
+
+bool Messages::needs(const Message& m, int r) const {
+  if (m.done.load(std::memory_order_acquire)) return false;
+  if (m.peer >= 0) return m.peer == r;
+  // From anyone: one who left owes nothing while another is still here.
+  auto left = [&](int p) { return p == g_.rank() || g_.state_of(p) == PeerState::left; };
+  if (!left(r)) return true;
+  for (int p = 0; p < g_.size(); p++)
+    if (!left(p)) return false;
+  return true;
+}
+
 void Messages::fail_all(const Failure& failure) {
   std::lock_guard lock(mutex_);
   if (over_.code == Code::ok) over_ = failure;
@@ -159,19 +175,8 @@ Code Messages::wait(const std::shared_ptr<Message>& message, Call& call) {
     return m.done.load(std::memory_order_acquire);
   };
   auto owes = [&](int r) {
-    // What came in just before the peer left counts: look once more, for sure.
-    {
-      std::lock_guard lock(mutex_);
-      step();
-    }
-    if (m.done.load(std::memory_order_acquire)) return false;
-    if (m.peer >= 0) return m.peer == r;
-    // From anyone: one who left owes nothing while another is still here.
-    auto left = [&](int p) { return p == g_.rank() || g_.state_of(p) == PeerState::left; };
-    if (!left(r)) return true;
-    for (int p = 0; p < g_.size(); p++)
-      if (!left(p)) return false;
-    return true;
+    settle();
+    return needs(m, r);
   };
   if (Code code = waiter_.await_until(call, ready, owes); code != Code::ok) {
     fail_all(call.failure);

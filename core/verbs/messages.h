@@ -65,6 +65,10 @@ class Messages final : private Scratch::User {
   size_t backlog() const { return backlog_.load(std::memory_order_relaxed); }
   // Whether a message with this tag, from anyone, is here and not taken.
   bool waits(int64_t tag);
+  // Moves all pending messages on, for sure: what came in just before its sender left counts.
+  void settle();
+  // Whether the message still needs rank r, as far as has been looked.
+  bool needs(const Message& m, int r) const;
   // Ends every pending message with this failure, and every later one.
   void fail_all(const Failure& failure);
 

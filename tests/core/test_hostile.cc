@@ -2,8 +2,10 @@
 // reads them. The sound rank may get any error or any values, but it must come back and touch only its own memory.
 //
 // Rank 0 is real; rank 1 is this file, which writes into rank 1's block by hand. Two threads: one publishes and flips,
-// one makes the calls. Races are the point, so the thread sanitizer does not run this.
+// one makes the calls. Races are the point, so the thread sanitizer does not run this. UNISONO_FUZZ_SEED repeats a run,
+// UNISONO_FUZZ_SECONDS makes it longer.
 #include <cstdio>
+#include <cstdlib>
 #include <random>
 #include <thread>
 
@@ -81,13 +83,13 @@ void attack(const Block& block, uint64_t seq, Verb verb, int root, size_t count,
   }
 }
 
-void test_collectives() {
+void test_collectives(uint64_t seed, int rounds) {
   World world;
   Failure failure;
   for (auto& heap : world.heaps) heap = Heap::create(failure);
-  std::mt19937_64 dice(1);
+  std::mt19937_64 dice(seed);
   int codes[static_cast<int>(Code::count_)] = {};
-  for (int round = 0; round < 400; round++) {
+  for (int round = 0; round < rounds; round++) {
     auto engine = join(world);
     const Verb verbs[] = {Verb::gather,         Verb::scatter,    Verb::all_to_all, Verb::all_gather,
                           Verb::reduce_scatter, Verb::all_reduce, Verb::broadcast};
@@ -132,12 +134,12 @@ void test_collectives() {
               codes[static_cast<int>(Code::system)]);
 }
 
-void test_messages() {
+void test_messages(uint64_t seed, int rounds) {
   World world;
   Failure failure;
   for (auto& heap : world.heaps) heap = Heap::create(failure);
-  std::mt19937_64 dice(2);
-  for (int round = 0; round < 300; round++) {
+  std::mt19937_64 dice(seed);
+  for (int round = 0; round < rounds; round++) {
     auto engine = join(world);
     Block block(world.blocks[1], 2);
     std::atomic<bool> stop{false};
@@ -155,19 +157,26 @@ void test_messages() {
         volatile uint64_t* words[] = {&envelope.bytes, &envelope.place.word, &envelope.seq};
         *words[own() % std::size(words)] = own() % 2 ? bytes : any_number(own);
         *const_cast<volatile Carrier*>(&envelope.carrier) = static_cast<Carrier>(own() % 4);
+        if (own() % 8 == 0) *const_cast<volatile DType*>(&envelope.dtype) = static_cast<DType>(own() % 256);
+        Reply& reply = block.reply(0, own() % block.mailbox_depth());  // to what rank 0 sends
+        volatile uint64_t* said[] = {&reply.error, &reply.wanted_bytes, &reply.wanted_dtype};
+        *said[own() % std::size(said)] = any_number(own);
+        reply.drained.store(own() % 2 ? own() % (2 * bytes) : any_number(own), std::memory_order_relaxed);
+        if (own() % 32 == 0) reply.done.store(any_number(own), std::memory_order_relaxed);
         block.mailbox(0, own() % block.mailbox_depth()).filled.store(any_number(own), std::memory_order_relaxed);
       }
     });
     std::vector<std::byte> data(bytes + 64, std::byte{7});
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 4; i++) {
       auto message = std::make_shared<Message>();
+      message->sending = i == 3;
       message->peer = 1;
       message->tag = i == 2 ? 5 : 0;  // the last one never comes: what fills the mailbox is taken aside
       message->data = data.data();
       message->bytes = bytes;
       message->dtype = DType::f32;
       Call call;
-      call.verb = Verb::recv;
+      call.verb = message->sending ? Verb::send : Verb::recv;
       if (engine->run(call, message) == Code::timeout) break;
     }
     stop.store(true);
@@ -182,8 +191,16 @@ void test_messages() {
 
 int main() {
   set_heap_capacity(size_t{64} << 20);
-  test_collectives();
-  test_messages();
-  std::printf("2 passed, 0 failed\n");
+  const char* said = std::getenv("UNISONO_FUZZ_SEED");
+  const char* seconds = std::getenv("UNISONO_FUZZ_SECONDS");
+  uint64_t seed = said ? std::strtoull(said, nullptr, 10) : random_token().a % 1'000'000;
+  const int64_t until = now_ns() + (seconds ? std::strtoll(seconds, nullptr, 10) : 0) * 1'000'000'000;
+  do {
+    std::printf("UNISONO_FUZZ_SEED=%lu\n", static_cast<unsigned long>(seed));
+    std::fflush(stdout);
+    test_collectives(seed, 400);
+    test_messages(seed, 300);
+    seed++;
+  } while (now_ns() < until);
   return 0;
 }

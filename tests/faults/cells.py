@@ -11,6 +11,7 @@ import gc
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -440,27 +441,31 @@ def many_threads(c: Cell) -> Told:
 
 
 def callbacks(c: Cell) -> Told:
-    """One sleeps, one drops the last reference, one raises: close within two seconds."""
+    """One sleeps, one drops the last references, one raises, of calls that closing has to end: within two seconds."""
     child = c.group.split(range(c.size))
-    wake = threading.Event()
-    held = [child.all_reduce(torch.ones(100_000), async_op=True) for _ in range(3)]
-    raised = []
-    old, threading.excepthook = threading.excepthook, raised.append
-    import sys
-
-    hook, sys.unraisablehook = sys.unraisablehook, raised.append
+    wake, raised = threading.Event(), []
+    hook, sys.unraisablehook = sys.unraisablehook, lambda told: raised.append(told.exc_type)
+    # Nobody sends these; and the last rank never makes the call that the others have begun.
+    never = [child.recv(torch.empty(4), (c.rank + 1) % c.size, tag=i, async_op=True) for i in range(3)]
+    if c.inject and c.rank != c.last:
+        never[:0] = [child.all_reduce(torch.ones(100_000), async_op=True)]
+        never[0].when_done(lambda: wake.wait(10.0))
     if c.inject:
-        held[0].when_done(lambda: wake.wait(1.0))
-        held[1].when_done(held.clear)
-        held[2].when_done(lambda: 1 / 0)
+        never[-3].when_done(lambda: wake.wait(10.0))
+        never[-2].when_done(never.clear)
+        never[-1].when_done(lambda: 1 / 0)
     c.group.barrier()
     began = time.monotonic()
     child.close()
     took = time.monotonic() - began
+    until = time.monotonic() + 5.0
+    while c.inject and not (raised and not never) and time.monotonic() < until:
+        time.sleep(0.001)
     wake.set()
-    time.sleep(0.05)
-    threading.excepthook, sys.unraisablehook = old, hook
+    c.group.barrier()  # no rank of the child may come late with a second error
+    sys.unraisablehook = hook
     assert took < 2.0, f"close took {took} s"
+    assert raised == ([ZeroDivisionError] if c.inject else []), raised
     del child
     c.reduce()
     return []
@@ -554,9 +559,10 @@ def wait_in_a_circle(c: Cell) -> Told:
     first, then = (b, a) if c.inject and c.rank == c.last else (a, b)
     c.group.barrier()
     c.mark()
-    found = c.told(lambda: c.reduce(group=first, timeout_s=3.0))
+    found = c.told(lambda: c.reduce(group=first, timeout_s=20.0))
     if not c.inject:
         c.reduce(group=then)
+    c.group.barrier()  # who has been told leaves only when all have
     a.close(), b.close()
     return found
 

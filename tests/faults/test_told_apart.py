@@ -3,6 +3,8 @@
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -93,6 +95,33 @@ def test_how_a_rank_died_is_said_if_its_parent_has_not_asked_yet(how):
     words = {"SIGKILL": "signal 9", "SIGSEGV": "signal 11", "exit": "exit code 7"}[how]
     # The parent may have been faster; then nobody on this side can know.
     assert words in said or ("signal" not in said and "exit code" not in said), said
+
+
+CHILD = """
+import os, signal, sys
+from torch.distributed import FileStore
+import unisono
+group = unisono.Group.from_store(FileStore(sys.argv[1], 2), 1, 2)
+group.barrier()
+os._exit(7) if sys.argv[2] == "exit" else os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+"""
+
+
+def _parent_of_a_rank(_, path, how):
+    """Rank 0 is the parent of rank 1, and asks after it only when the error is there: the system knows how it died."""
+    with subprocess.Popen([sys.executable, "-c", CHILD, path, how]) as child:
+        group = unisono.Group.from_store(dist.FileStore(path, 2), 0, 2)
+        group.barrier()
+        with pytest.raises(unisono.PeerLostError) as told:
+            group.barrier()
+        group.close()
+        return str(told.value).replace(str(child.pid), "PID")
+
+
+@pytest.mark.parametrize(("how", "words"), [("SIGKILL", "signal 9"), ("SIGSEGV", "signal 11"), ("exit", "exit code 7")])
+def test_how_a_rank_died_is_said(how, words, tmp_path):
+    (said,) = run_ranks(1, _parent_of_a_rank, str(tmp_path / "store"), how, timeout_s=60)
+    assert f"rank 1 died (pid PID, {words}" in said, said
 
 
 def _sites(group):

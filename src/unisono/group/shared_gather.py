@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..base.errors import UnisonoError
 from ..base.tensors import empty
 from .group import Group
 
@@ -24,6 +25,12 @@ class SharedGather:
     taken in turns: what ``gather`` returned stays as it is until some rank writes to its input after the next
     ``gather``, and ``input`` is another tensor after each call. Making, calling and closing it are collective. The
     memory is rank 0's; it is given back by :meth:`close`, or stays until rank 0's process ends.
+
+    When :meth:`gather` raises, the object is over: :attr:`input` and ``gather`` raise the same error from then on, so
+    that a rank that knows of the failure writes no more. A rank that does not know yet may still write to its input,
+    and all ranks see that: this is the one place where promises about tensors after an error end, because the memory
+    belongs to all. Tensors that were returned before stay readable, also after the death of rank 0 and after ``close``
+    of the group; copy what must not change before the next ``gather``.
     """
 
     def __init__(self, group: Group, counts: Sequence[int], *tail: int, dtype: torch.dtype | None = None) -> None:
@@ -50,21 +57,30 @@ class SharedGather:
             self._outputs = [part.view(kind).reshape(shape) for part in parts]
         self._begin = sum(self.counts[: group.rank])
         self._turn = 0
+        self._failure: Exception | None = None
 
     @property
     def input(self) -> torch.Tensor:
-        """This rank's slot of the buffer whose turn it is."""
+        """This rank's slot of the buffer whose turn it is; raises once a gather has failed."""
+        if self._failure is not None:
+            raise self._failure
         return self._outputs[self._turn][self._begin : self._begin + self.counts[self._group.rank]]
 
     def gather(self, *, timeout_s: float | None = None) -> torch.Tensor:
         """Waits until every rank has called it, then returns the whole; no byte is moved."""
-        self._group.barrier(timeout_s=timeout_s)
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._group.barrier(timeout_s=timeout_s)
+        except UnisonoError as error:
+            self._failure = error.with_traceback(None)
+            raise
         output = self._outputs[self._turn]
         self._turn = 1 - self._turn
         return output
 
     def close(self) -> None:
         """Gives the memory back; call it on all ranks, when none uses the tensors any more."""
-        if self._outputs:
+        if self._outputs and self._failure is None:
             self._group.barrier()
         self._outputs = []
