@@ -98,3 +98,20 @@ def test_without_mpi4py(monkeypatch):
     with pytest.raises(ImportError, match="needs mpi4py"):
         engine.open_engine("mpi", dist.HashStore(), 0, 2, "127.0.0.1", 5.0)
     assert unisono.base.settings.hosts_engine == "gloo"
+
+
+def profiled(group):
+    """Receives are posted while the profiler runs, and end when it is long gone: torch's events of them crashed."""
+    names = set()
+    with over_hosts(group, LAYOUTS["2+2"]) as over:
+        for _ in range(5):
+            with torch.profiler.profile(record_shapes=True) as profile:
+                over.all_reduce(torch.ones(4))
+                over.all_reduce(torch.ones(100_000))
+            names |= {event.name for event in profile.events()}
+    return sorted(name for name in names if "gloo" in name)
+
+
+@pytest.mark.parametrize("size", [4])
+def test_messages_are_hidden_from_the_profiler(pool, size):
+    assert pool.run(profiled) == [[]] * size

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._autograd import _enable_record_function as _record_functions  # of this thread
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, _DistributedBackendOptions
 
 log = logging.getLogger("unisono")
@@ -46,19 +47,31 @@ class Engine(Protocol):
 
 
 class BackendEngine:
-    """A backend of torch.distributed."""
+    """A backend of torch.distributed.
+
+    Messages are hidden from torch's profiler: a receive may be posted while it runs and end long after, and torch then
+    writes the end of the event into memory that the profiler has freed.
+    """
 
     needs_advance = False
 
     def __init__(self, pg: Any) -> None:
-        self.pg = pg
+        self._send, self._recv = pg.send, pg.recv
         self.contexts = 0
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return self.pg.send([tensor], peer, tag)  # type: ignore[no-any-return]
+        _record_functions(False)
+        try:
+            return self._send([tensor], peer, tag)  # type: ignore[no-any-return]
+        finally:
+            _record_functions(True)
 
     def recv(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return self.pg.recv([tensor], peer, tag)  # type: ignore[no-any-return]
+        _record_functions(False)
+        try:
+            return self._recv([tensor], peer, tag)  # type: ignore[no-any-return]
+        finally:
+            _record_functions(True)
 
     def wait(self, work: Work) -> None:
         work.wait(_FOR_EVER)
