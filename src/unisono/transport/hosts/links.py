@@ -23,6 +23,7 @@ from .engine import Engine
 Word = tuple[int, int]  # address, and the value that it will have
 
 _MASK = (1 << 64) - 1
+_MOST_VIEWS = 32
 HEADER, DATA, SEAL, ACK, CONTROL, LETTER = range(6)  # kinds of messages
 
 
@@ -70,6 +71,51 @@ def write_bytes(tensor: Tensor, start: int, data: bytes) -> None:
     if start + len(data) > tensor.numel():
         raise ValueError(f"{len(data)} bytes at {start} do not fit into {tensor.numel()}")
     memmove(tensor.data_ptr() + start, data, len(data))
+
+
+class Memory:
+    """Bytes that stay where they are: read and written by address, as operations of torch cost more than a message."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.address, self.size = tensor.data_ptr(), tensor.numel()
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
+
+    def _at(self, at: int, n: int) -> int:
+        if at + n > self.size:
+            raise ValueError(f"{n} bytes at {at} do not fit into {self.size}")
+        return self.address + at
+
+    def read(self, start: int, end: int) -> bytes:
+        return string_at(self._at(start, end - start), end - start)
+
+    def write(self, at: int, data: bytes) -> None:
+        memmove(self._at(at, len(data)), data, len(data))
+
+    def put(self, at: int, tensor: Tensor) -> int:
+        """Copies a flat tensor to here; says how many bytes it has."""
+        n = tensor.nbytes
+        memmove(self._at(at, n), tensor.data_ptr(), n)
+        return n
+
+    def take(self, at: int, tensor: Tensor) -> None:
+        """Copies from here into a flat tensor."""
+        memmove(tensor.data_ptr(), self._at(at, tensor.nbytes), tensor.nbytes)
+
+    def move(self, at: int, other: Memory, start: int, n: int) -> None:
+        """Copies bytes of another memory to here."""
+        memmove(self._at(at, n), other._at(start, n), n)
+
+    def view(self, at: int, count: int, dtype: torch.dtype) -> Tensor:
+        """Elements from here on, as a tensor; the same calls come again and again, so views are kept."""
+        found = self._views.get((at, count, dtype))
+        if found is None:
+            self._at(at, count * dtype.itemsize)
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            found = self.tensor[at : at + count * dtype.itemsize].view(dtype)
+            self._views[at, count, dtype] = found
+        return found
 
 
 def signed(word: int) -> int:
