@@ -32,7 +32,7 @@ class Work(Protocol):
 
 
 class Engine(Protocol):
-    """Messages between processes, matched by source, tag and order; tags are from 0 up to 2**28."""
+    """Messages between processes, matched by source, tag and order; tags are from 0 up to 2**31."""
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work: ...
     def recv(self, tensor: Tensor, peer: int, tag: int) -> Work: ...

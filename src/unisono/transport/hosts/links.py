@@ -23,6 +23,7 @@ from .engine import Engine
 Word = tuple[int, int]  # address, and the value that it will have
 
 _MASK = (1 << 64) - 1
+MOST_CONTEXTS = 1 << 12  # groups on one engine
 _MOST_VIEWS = 32
 HEADER, DATA, SEAL, ACK, CONTROL, LETTER = range(6)  # kinds of messages
 
@@ -43,12 +44,12 @@ class Links:
         self.rank = rank
 
     def tag(self, kind: int, seq: int = 0, index: int = 0) -> int:
-        """The tag of a collective's message: 9 bits of the group, 3 of the kind, 4 of the call, 11 of the piece."""
-        return (self.context & 0x1FF) << 18 | kind << 15 | (seq & 0xF) << 11 | index & 0x7FF
+        """The tag of a collective's message: 12 bits of the group, 3 of the kind, 4 of the call, 11 of the piece."""
+        return self.context << 18 | kind << 15 | (seq & 0xF) << 11 | index & 0x7FF
 
-    def letter_tag(self, kind: int, *place: int) -> int:
-        """The tag of a user's message, of which there may be any number at one time: a hash, apart from the others."""
-        return 1 << 27 | hash((self.id, kind, *place)) & 0x7FF_FFFF
+    def message_tag(self, kind: int, number: int = 0) -> int:
+        """The tag of a user's message, apart from the others; ``number`` tells apart those that are under way."""
+        return 1 << 30 | self.context << 18 | kind << 15 | number & 0x7FF
 
     def word(self, *place: int) -> int:
         """What ends a message; never 0."""

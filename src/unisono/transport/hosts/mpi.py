@@ -54,7 +54,7 @@ class MpiEngine:
         # A communicator of its own: other engines of the process use the same tags.
         self._comm, self._byte = world.Create_group(world.Get_group().Incl(ranks)), MPI.BYTE
         self.contexts = 0
-        if (world.Get_attr(MPI.TAG_UB) or 0) < (1 << 28) - 1:
+        if (world.Get_attr(MPI.TAG_UB) or 0) < (1 << 31) - 1:
             raise RuntimeError(f"UNISONO_HOSTS_ENGINE=mpi: the tags of this MPI end at {world.Get_attr(MPI.TAG_UB)}")
         self._lock = threading.Lock()
         self._going: list[tuple[Any, Tensor]] = []  # sends that were dropped and have not gone
