@@ -1,6 +1,12 @@
 """What carries bytes between hosts: another backend by a setting; which address is chosen, and said."""
 
 import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +16,11 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 import unisono
 from tests.multihost.pretended import LAYOUTS, over_hosts
 from unisono.base import settings
+from unisono.testing import run_ranks
 from unisono.transport.hosts import engine
+
+# Beside this Python, as the wheels of MPI libraries have it, or on the path.
+MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 
 made = []
 
@@ -93,6 +103,24 @@ def test_mpi_says_what_it_needs():
         engine.open_engine("mpi", dist.HashStore(), 0, 99, "127.0.0.1", 5.0)
 
 
+@pytest.mark.skipif(MPIEXEC is None, reason="there is no mpiexec")
+def test_over_mpi():
+    pytest.importorskip("mpi4py", reason="mpi4py is an optional extra")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = {  # of Open MPI; others do not know them
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+    }
+    command = [MPIEXEC, "-n", "4", sys.executable, "-m", "tests.multihost.mpi_program", str(port)]
+    done = subprocess.run(command, env={**os.environ, **options}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.count("is fine") == 4, done.stdout + done.stderr
+
+
 def test_without_mpi4py(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "mpi4py", None)
     with pytest.raises(ImportError, match="needs mpi4py"):
@@ -112,6 +140,5 @@ def profiled(group):
     return sorted(name for name in names if "gloo" in name)
 
 
-@pytest.mark.parametrize("size", [4])
-def test_messages_are_hidden_from_the_profiler(pool, size):
-    assert pool.run(profiled) == [[]] * size
+def test_messages_are_hidden_from_the_profiler():
+    assert run_ranks(4, profiled) == [[]] * 4  # processes of their own: the profiler leaves a thread

@@ -6,8 +6,10 @@ and data, exchanges it with that host's leader, compares, and writes the outcome
 see after a second barrier: what a small call gives them. If requests differ, the leaders exchange all of them in one
 more step, and the reply has every rank's.
 
-Of two leaders the lower one sends first: when both ends of a connection write at once, gloo's thread may spin on a lock
-until its time slice ends. Receives for the next call are always posted, so a message goes out at once.
+Of two leaders the lower one sends first if messages are short: when both ends of a connection write at once, gloo's
+thread may spin on a lock until its time slice ends. Longer ones go both ways at once, as the link can. Receives for the
+next calls are always posted, so a message goes out at once. Posting one tells the sender's gloo, which costs as much as
+a message, so several are posted at a time, and by the two leaders in different calls.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...base import settings
 from ...base.tensors import empty
 from .links import HEADER, Memory, Word
 
@@ -28,7 +31,9 @@ if TYPE_CHECKING:
     from .state import HostsGroup
 
 SMALL_BYTES = 64 << 10  # up to here data travels with the requests
-_MOST_DATA = 2 * SMALL_BYTES  # of a message: partial sums may be twice as wide as the data
+_ONE_BY_ONE_BYTES = 8 << 10
+_TURNS = 8  # receives that are posted, in as many buffers
+_POSTED_AT_ONCE = 4
 _SLOT = struct.Struct("<QQ")  # bytes of the request, bytes of data; the request and the data follow
 _SLOT_HEAD = struct.Struct("<QQ8s")  # and the digest, with which the request begins
 _MESSAGE = struct.Struct("<QQQ8s")  # its word, where that stands again, bytes of data, the digest
@@ -41,6 +46,11 @@ RESULT_AT = 16  # in the reply, behind whether requests differ
 
 def record_room(size: int) -> int:
     return _RECORD_BYTES + 16 * size
+
+
+def _most_data() -> int:
+    """Bytes of data in a message: partial sums may be twice as wide as the data."""
+    return 2 * SMALL_BYTES if settings.hosts_fp32 else SMALL_BYTES
 
 
 class Own:
@@ -101,7 +111,7 @@ class Slots:
             self.reply = Memory(local.peer_bytes(0, at[0][1], reply_bytes))
             return
         self.reply = Memory(reply)
-        self.partial = Memory(torch.empty(_MOST_DATA, dtype=torch.uint8))  # what this host's ranks have reduced
+        self.partial = Memory(torch.empty(_most_data(), dtype=torch.uint8))  # what this host's ranks have reduced
         for r in range(local.size):
             here = r == layout.local
             self.slots.append(self.slot if here else Memory(local.peer_bytes(r, at[r][0], slot.numel())))
@@ -132,10 +142,17 @@ class Slots:
     def _exchange(self, seq: int, digest: bytes, fill: Callable[[int, Memory], int]) -> dict[int, Message]:
         for headers in self.higher:
             headers.send(seq, digest, fill(headers.host, headers.outgoing[seq % 2]))
+        later = []
+        for headers in self.lower:
+            n = fill(headers.host, headers.outgoing[seq % 2])
+            if n > _ONE_BY_ONE_BYTES:
+                headers.send(seq, digest, n)
+            else:
+                later.append((headers, n))
         if self.lower:
             self._await(self.lower, seq)
-            for headers in self.lower:
-                headers.send(seq, digest, fill(headers.host, headers.outgoing[seq % 2]))
+            for headers, n in later:
+                headers.send(seq, digest, n)
         if self.higher:
             self._await(self.higher, seq)
         return {headers.host: headers.read(seq) for headers in (*self.lower, *self.higher)}
@@ -156,13 +173,10 @@ class Slots:
             by_rank |= dict(zip(ranks, found, strict=True))
         self.reply.write(RESULT_AT, b"".join(_LENGTH.pack(len(by_rank[r])) + by_rank[r] for r in sorted(by_rank)))
 
-    def post(self, first: int, last: int) -> None:
-        """What has come in these steps has been read: their buffers wait for the next steps but one."""
+    def post(self, seq: int) -> None:
+        """What has come up to a step has been read: has its buffers wait for later ones."""
         for headers in (*self.lower, *self.higher):
-            for seq in range(first, last + 1):
-                # The other may have left after this call, its last: no error here, and the next call says so.
-                with contextlib.suppress(RuntimeError):
-                    headers.post(seq + 2)
+            headers.post_after(seq)
 
 
 def _listed(memory: Memory, at: int, count: int) -> list[bytes]:
@@ -176,10 +190,9 @@ def _listed(memory: Memory, at: int, count: int) -> list[bytes]:
 
 
 class Headers:
-    """Messages between this leader and another: one per step in each direction, in two buffers by turns.
+    """Messages between this leader and another: one per step in each direction.
 
-    A buffer is free again in the next step but one: the other leader has sent the message of the next step, so it has
-    read that of the last one.
+    What was sent has gone when the answer of the next step is here: there are two buffers, used by turns.
     """
 
     def __init__(self, transport: HostsGroup, host: int) -> None:
@@ -187,17 +200,28 @@ class Headers:
         self.host = host
         self.peer = transport.layout.leader(host)
         ranks = max(len(transport.layout.mine), len(transport.layout.hosts[host]))
-        room = DATA_AT + ranks * (_LENGTH.size + record_room(transport.layout.size)) + _MOST_DATA + 16
-        self.incoming = [Memory(torch.zeros(room, dtype=torch.uint8)) for _ in range(2)]
+        room = DATA_AT + ranks * (_LENGTH.size + record_room(transport.layout.size)) + _most_data() + 16
+        self._incoming = [Memory(torch.zeros(room, dtype=torch.uint8)) for _ in range(_TURNS)]
         self.outgoing = [Memory(torch.zeros(room, dtype=torch.uint8)) for _ in range(2)]
-        self._receiving: list[Any] = [None, None]
+        self._receiving: list[Any] = [None] * _TURNS
         self._sending: list[Any] = [None, None]
-        for seq in (1, 2):
-            self.post(seq)
+        self._posted = 0  # the last step that a receive is posted for
+        self._when = int(host < transport.layout.host)  # the leaders post in different steps
+        self._post(_TURNS)
 
-    def post(self, seq: int) -> None:
-        links, turn = self._links, seq % 2
-        self._receiving[turn] = links.recv(self.incoming[turn].tensor, self.peer, links.tag(HEADER, seq))
+    def _post(self, last: int) -> None:
+        links = self._links
+        for seq in range(self._posted + 1, last + 1):
+            memory = self._incoming[seq % _TURNS]
+            self._receiving[seq % _TURNS] = links.recv(memory.tensor, self.peer, links.tag(HEADER, seq))
+            self._posted = seq
+
+    def post_after(self, seq: int) -> None:
+        """Posts receives into the buffers of steps up to this one, if it is time."""
+        if self._posted - seq <= _TURNS - _POSTED_AT_ONCE and (seq + self._when) % 2 == 0:
+            # The other may have left after this call, its last: no error here, and the next call says so.
+            with contextlib.suppress(RuntimeError):
+                self._post(seq + _TURNS)
 
     def send(self, seq: int, digest: bytes, data_bytes: int) -> None:
         """Sends what has been put into the message's memory."""
@@ -211,7 +235,7 @@ class Headers:
         self._sending[turn] = links.send(message, self.peer, links.tag(HEADER, seq))
 
     def first_word(self, seq: int) -> Word:
-        return self.incoming[seq % 2].address, self._links.word(HEADER, self.peer, self._links.rank, seq)
+        return self._incoming[seq % _TURNS].address, self._links.word(HEADER, self.peer, self._links.rank, seq)
 
     def has_come(self, seq: int) -> bool:
         """Whether the first word is there."""
@@ -224,7 +248,7 @@ class Headers:
 
     def read(self, seq: int) -> Message:
         """What has come; the memory is used again in the next step but one."""
-        return Message(self.incoming[seq % 2])
+        return Message(self._incoming[seq % _TURNS])
 
 
 def agree(
@@ -244,7 +268,7 @@ def agree(
     else:
         last = slots.lead(seq, outgoing, outcome)
         transport.inside("barrier")
-        slots.post(seq, last)  # only now: the other ranks need not wait for it
+        slots.post(last)  # only now: the other ranks need not wait for it
     if slots.reply.read(0, 1) == b"\0":
         return None
     transport.next_step()

@@ -58,8 +58,8 @@ class Links:
     def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
         return self.engine.send(tensor, self.numbers[peer], tag)
 
-    def recv(self, tensor: Tensor, peer: int, tag: int) -> Any:
-        return self.engine.recv(tensor, self.numbers[peer], tag)
+    def recv(self, tensor: Tensor, peer: int, tag: int, after: Any = None) -> Any:
+        return self.engine.recv(tensor, self.numbers[peer], tag, after)
 
 
 def read_bytes(tensor: Tensor, start: int, end: int) -> bytes:
@@ -141,8 +141,9 @@ class Bulk:
 
     def recv(self, tensor: Tensor, peer: int, index: int) -> Word:
         """Posts a receive; the word says when it is over."""
-        self._held.append(self.links.recv(tensor, peer, self.links.tag(DATA, self.seq, index)))
-        return self._word(SEAL, peer, index)
+        work = self.links.recv(tensor, peer, self.links.tag(DATA, self.seq, index))
+        self._held.append(work)
+        return self._word(SEAL, peer, index, work)
 
     def acknowledge(self, peer: int, index: int) -> None:
         """Tells a peer that its message has been read."""
@@ -155,10 +156,10 @@ class Bulk:
         """Posts a receive for a peer's acknowledgement."""
         return self._word(ACK, peer, index)
 
-    def _word(self, kind: int, peer: int, index: int) -> Word:
+    def _word(self, kind: int, peer: int, index: int, after: Any = None) -> Word:
         links, me = self.links, self.links.rank
         place = torch.zeros(1, dtype=torch.int64)
-        self._held.append((links.recv(place, peer, links.tag(kind, self.seq, index)), place))
+        self._held.append((links.recv(place, peer, links.tag(kind, self.seq, index), after), place))
         return place.data_ptr(), links.word(self.seq, kind, peer, me, index)
 
     def end(self) -> None:

@@ -321,8 +321,8 @@ class Mailbox:
             Memory(arrived.data).take(0, data)
             return None
         seal = torch.zeros(1, dtype=torch.int64)
-        message.held = [links.recv(data, source, links.message_tag(DATA, arrived.slot))]
-        message.held += [seal, links.recv(seal, source, links.message_tag(SEAL, arrived.slot))]
+        work = links.recv(data, source, links.message_tag(DATA, arrived.slot))
+        message.held = [work, seal, links.recv(seal, source, links.message_tag(SEAL, arrived.slot), work)]
         message.word = (seal.data_ptr(), links.word(SEAL, source, self.t.rank, arrived.number))
         return _WAITING
 

@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from ctypes import addressof, c_int64, c_uint64
+from ctypes import addressof, c_int64
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,8 +34,11 @@ from .layout import Layout
 from .links import Bulk, Links, Word
 from .messages import Mailbox
 from .requests import HostsRequest
+from .waiting import Arrivals, are_here
 
 _ADVANCE_EVERY_S = 0.0002
+_LOOK_EVERY_S = 0.001
+_LONG_S = 0.02
 _INSIDE_LONGER_S = 0.25
 
 
@@ -74,6 +77,7 @@ class HostsGroup:
         self._progress = ProgressThread()
         self._scratch: dict[str, Tensor] = {}
         self._last: Bulk | None = None  # its last messages may still be on their way
+        self._arrivals = Arrivals(engine)
         self.slots = Slots(self)
         self.mailbox = Mailbox(self)
         self._control = Control(self)
@@ -187,15 +191,20 @@ class HostsGroup:
     def await_words(self, words: list[Word], hosts: Sequence[int]) -> None:
         """Waits for messages from hosts."""
         advance = self.links.engine.needs_advance
+        began = time.monotonic()
         while words:
             seen = self._watch.value
             self.check_alive(self._verb, self._seq)
             left_s = self._left_s()
-            if advance:
+            limit_s = min(left_s, _ADVANCE_EVERY_S) if advance else left_s
+            if self._arrivals.can_wait:
+                if self._arrivals.wait(words, min(left_s, _LOOK_EVERY_S)):
+                    return
+                # A look at the others, and with time for messages inside the host if it takes long.
+                limit_s = 0.0 if time.monotonic() < began + _LONG_S else _LOOK_EVERY_S
+            elif advance:
                 self.links.engine.advance()
-            outcome = self.comm.await_words(
-                words, addressof(self._watch), seen, min(left_s, _ADVANCE_EVERY_S) if advance else left_s
-            )
+            outcome = self.comm.await_words(words, addressof(self._watch), seen, limit_s)
             if outcome == 0:
                 return
             if outcome == 2:
@@ -209,7 +218,7 @@ class HostsGroup:
         for i, header in enumerate(headers):  # one by one, so that a time-out names who was silent
             for word in (header.first_word, header.last_word):
                 address, value = word(seq)
-                if c_uint64.from_address(address).value != value:
+                if not are_here([(address, value)]):
                     silent = [h.host for h in headers[i:] if not h.has_come(seq)]
                     self.await_words([(address, value)], silent or hosts[i : i + 1])
 
@@ -356,6 +365,7 @@ class HostsGroup:
         self.mailbox.fail()
         self.comm.close(reason, linger_s)
         self._control.leave(self._done, reason)
+        self._arrivals.close()
 
 
 class _Large:
