@@ -99,8 +99,35 @@ def test_addresses(monkeypatch):
 
 def test_mpi_says_what_it_needs():
     pytest.importorskip("mpi4py", reason="mpi4py is an optional extra")
-    with pytest.raises(RuntimeError, match="mpiexec"):
-        engine.open_engine("mpi", dist.HashStore(), 0, 99, "127.0.0.1", 5.0)
+    program = """
+import torch.distributed as dist
+from unisono.transport.hosts import engine
+engine.open_engine("mpi", dist.HashStore(), 0, 99, "127.0.0.1", 5.0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "RuntimeError" in done.stderr and "mpiexec" in done.stderr
+
+
+def test_gloo_is_asked_for_tls():
+    """Its settings reach it: the same answer as without unisono, whether this torch has TLS or not."""
+    program = """
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
+from unisono.transport.hosts import engine
+for make in (
+    lambda: ProcessGroupGloo.create_device(hostname="127.0.0.1"),
+    lambda: engine.open_engine("gloo", dist.HashStore(), 0, 1, "127.0.0.1", 5.0),
+):
+    try:
+        make()
+        print("made")
+    except RuntimeError as error:
+        print(str(error).splitlines()[0])
+"""
+    env = {**os.environ, "GLOO_DEVICE_TRANSPORT": "TCP_TLS"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+    plain, ours = done.stdout.splitlines()
+    assert plain == ours and plain != "made", done.stdout  # no key was given
 
 
 @pytest.mark.skipif(MPIEXEC is None, reason="there is no mpiexec")

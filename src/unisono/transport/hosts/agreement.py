@@ -2,9 +2,9 @@
 
 Steps: every rank writes its request, and its data if that is small, into its *slot*, memory that its leader sees. When
 all are there (a barrier inside the host) the leader makes one message for each other host, the digest of the request
-and data, exchanges it with that host's leader, compares, and writes the outcome into its *reply*, which its host's ranks
-see after a second barrier: what a small call gives them. If requests differ, the leaders exchange all of them in one
-more step, and the reply has every rank's.
+and data, exchanges it with that host's leader, compares, and writes the outcome into its *reply*, which its host's
+ranks see after a second barrier: what a small call gives them. If requests differ, the leaders exchange all of them in
+one more step, and the reply has every rank's.
 
 Of two leaders the lower one sends first if messages are short: when both ends of a connection write at once, gloo's
 thread may spin on a lock until its time slice ends. Longer ones go both ways at once, as the link can. Receives for the
@@ -81,8 +81,8 @@ class Message:
         _, _, self.data_bytes, self.digest = _MESSAGE.unpack(memory.read(0, _MESSAGE.size))
 
 
-# By host: writes into a message what it sends it of its ranks' data, and says how many bytes. Then, with the messages of
-# the other hosts: writes into the reply what this host's ranks get, and says whether what was asked for fits.
+# By host: writes into a message what it sends it of its ranks' data, and says how many bytes. Then, with the messages
+# of the other hosts: writes into the reply what this host's ranks get, and says whether what was asked for fits.
 Outgoing = Callable[[Own, int, Memory], int]
 Outcome = Callable[[Own, dict[int, Message], Memory], bool]
 

@@ -2,9 +2,9 @@
 
 The n-th send of a tag to a rank meets the n-th receive of that tag from this one. Between two ranks all messages travel
 in one stream, in order, and the receiver sorts them by tag. A message says what is sent, and has the data in it if that
-is little: then it is answered when it has come. Else the data follows straight from tensor to tensor when a receive asks
-for it, is told from that of other messages by a *slot*, and is answered, or refused, then. Answers are a stream too. A
-slot is free again when its message is answered; if all are taken, sends wait.
+is little: then it is answered when it has come. Else the data follows straight from tensor to tensor when a receive
+asks for it, is told from that of other messages by a *slot*, and is answered, or refused, then. Answers are a stream
+too. A slot is free again when its message is answered; if all are taken, sends wait.
 
 A receive from anyone looks for messages of all ranks on other hosts, and for messages inside this one. Whoever waits
 makes all go on; a thread does, while there are asynchronous ones.
@@ -234,7 +234,7 @@ class Mailbox:
                 every = [*self._sends.values(), *self._receives, *(m for w in self._waiting.values() for m in w)]
                 over = [(message, self._failure(message)) for message in every]
                 for held in (self._sends, self._receives, self._waiting, self._streams, self._answers, self._arrived):
-                    held.clear()  # type: ignore[attr-defined]
+                    held.clear()
             for dst, stream in self._answers.items():
                 while stream.has_word(0):
                     over.append(self._read_answer(dst, stream))
@@ -269,7 +269,9 @@ class Mailbox:
             return message, None
         mine = f"{message.tensor.nbytes} bytes of {str(message.tensor.dtype)[6:]}"
         text = f"rank {dst} expected {wanted} bytes, this rank sent {mine}"
-        return message, make_error(MISMATCH, "send", stream.number - 1, self.t.name, self.t.rank, [dst], text, [], False)
+        return message, make_error(
+            MISMATCH, "send", stream.number - 1, self.t.name, self.t.rank, [dst], text, [], False
+        )
 
     def _read_head(self, source: int, stream: _Incoming) -> bool:
         """Sorts the next message of a rank by its tag, if all of it is here."""

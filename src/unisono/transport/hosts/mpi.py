@@ -112,7 +112,9 @@ class MpiEngine:
                 elif (work := sent[2]()) is not None:
                     work.is_over = True
             self._sending = left
-            self._receiving = [held for held in self._receiving if (work := held()) is not None and not _take(self, work)]
+            self._receiving = [
+                held for held in self._receiving if (work := held()) is not None and not _take(self, work)
+            ]
 
     def drop(self, work: MpiWork) -> None:
         """A work that is not over was dropped; what it sends is kept in the list of those that are sent."""

@@ -185,6 +185,8 @@ def exchange(
     return {h for h in layout.others if not arrived[h]} | {-1 - h for h in layout.others if not went[h]}
 
 
-def _block_bytes(requests: Sequence[bytes], senders: Sequence[int], receivers: Sequence[int], size: int, item: int) -> int:
+def _block_bytes(
+    requests: Sequence[bytes], senders: Sequence[int], receivers: Sequence[int], size: int, item: int
+) -> int:
     tables = [table_in(requests[i], size)[0] for i in senders]
     return sum(sent[j] for sent in tables for j in receivers) * item
