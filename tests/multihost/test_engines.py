@@ -1,6 +1,12 @@
 """What carries bytes between hosts: another backend by a setting; which address is chosen, and said."""
 
 import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +16,11 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 import unisono
 from tests.multihost.pretended import LAYOUTS, over_hosts
 from unisono.base import settings
+from unisono.testing import run_ranks
 from unisono.transport.hosts import engine
+
+# Beside this Python, as the wheels of MPI libraries have it, or on the path.
+MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 
 made = []
 
@@ -89,8 +99,53 @@ def test_addresses(monkeypatch):
 
 def test_mpi_says_what_it_needs():
     pytest.importorskip("mpi4py", reason="mpi4py is an optional extra")
-    with pytest.raises(RuntimeError, match="mpiexec"):
-        engine.open_engine("mpi", dist.HashStore(), 0, 99, "127.0.0.1", 5.0)
+    program = """
+import torch.distributed as dist
+from unisono.transport.hosts import engine
+engine.open_engine("mpi", dist.HashStore(), 0, 99, "127.0.0.1", 5.0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "RuntimeError" in done.stderr and "mpiexec" in done.stderr
+
+
+def test_gloo_is_asked_for_tls():
+    """Its settings reach it: the same answer as without unisono, whether this torch has TLS or not."""
+    program = """
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
+from unisono.transport.hosts import engine
+for make in (
+    lambda: ProcessGroupGloo.create_device(hostname="127.0.0.1"),
+    lambda: engine.open_engine("gloo", dist.HashStore(), 0, 1, "127.0.0.1", 5.0),
+):
+    try:
+        make()
+        print("made")
+    except RuntimeError as error:
+        print(str(error).splitlines()[0])
+"""
+    env = {**os.environ, "GLOO_DEVICE_TRANSPORT": "TCP_TLS"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60)
+    plain, ours = done.stdout.splitlines()
+    assert plain == ours and plain != "made", done.stdout  # no key was given
+
+
+@pytest.mark.skipif(MPIEXEC is None, reason="there is no mpiexec")
+def test_over_mpi():
+    pytest.importorskip("mpi4py", reason="mpi4py is an optional extra")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = {  # of Open MPI; others do not know them
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+    }
+    command = [MPIEXEC, "-n", "4", sys.executable, "-m", "tests.multihost.mpi_program", str(port)]
+    done = subprocess.run(command, env={**os.environ, **options}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.count("is fine") == 4, done.stdout + done.stderr
 
 
 def test_without_mpi4py(monkeypatch):
@@ -98,3 +153,19 @@ def test_without_mpi4py(monkeypatch):
     with pytest.raises(ImportError, match="needs mpi4py"):
         engine.open_engine("mpi", dist.HashStore(), 0, 2, "127.0.0.1", 5.0)
     assert unisono.base.settings.hosts_engine == "gloo"
+
+
+def profiled(group):
+    """Receives are posted while the profiler runs, and end when it is long gone: torch's events of them crashed."""
+    names = set()
+    with over_hosts(group, LAYOUTS["2+2"]) as over:
+        for _ in range(5):
+            with torch.profiler.profile(record_shapes=True) as profile:
+                over.all_reduce(torch.ones(4))
+                over.all_reduce(torch.ones(100_000))
+            names |= {event.name for event in profile.events()}
+    return sorted(name for name in names if "gloo" in name)
+
+
+def test_messages_are_hidden_from_the_profiler():
+    assert run_ranks(4, profiled) == [[]] * 4  # processes of their own: the profiler leaves a thread

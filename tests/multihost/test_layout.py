@@ -24,7 +24,7 @@ def test_joined():
 
 @pytest.mark.parametrize(
     ("hosts", "contiguous", "lanes"),
-    [([[2, 3], [0, 1]], True, 2), ([[0, 2], [1, 3]], False, 2), ([[0], [1, 2, 3]], True, 1)],
+    [([[2, 3], [0, 1]], True, 2), ([[0, 2], [1, 3]], False, 2), ([[0], [1, 2, 3]], True, 3)],
 )
 def test_layout(hosts, contiguous, lanes):
     layout = Layout(3, hosts, [f"host{h[0]}" for h in hosts])
@@ -36,7 +36,7 @@ def test_layout(hosts, contiguous, lanes):
 
 def test_tags_of_messages_under_way_differ():
     """Of all groups, calls and pieces that may be under way between two ranks; a hash of 30 bits met itself."""
-    from unisono.transport.hosts.links import ACK, CONTROL, DATA, HEADER, SEAL, Links
+    from unisono.transport.hosts.links import ACK, CONTROL, DATA, HEADER, LETTER, MOST_CONTEXTS, SEAL, Links
 
     tags = [
         Links(None, context, 1, [0, 1], 0).tag(kind, seq, index)
@@ -45,6 +45,10 @@ def test_tags_of_messages_under_way_differ():
         for seq in range(40, 56)
         for index in range(0, 2048, 7)
     ]
-    assert len(set(tags)) == len(tags) and min(tags) >= 0 and max(tags) < 1 << 27
-    letters = {Links(None, 0, 1, [0, 1], 0).letter_tag(DATA, 0, 1, tag, n) for tag in range(50) for n in range(50)}
-    assert len(letters) > 2490 and min(letters) >= 1 << 27 and max(letters) < 1 << 28
+    slots = [
+        Links(None, context, 1, [0, 1], 0).message_tag(kind, slot)
+        for context in (0, 1, MOST_CONTEXTS - 1)
+        for kind in (LETTER, DATA, SEAL, ACK)
+        for slot in range(2048 if kind in (DATA, SEAL) else 1)
+    ]
+    assert len({*tags, *slots}) == len(tags) + len(slots) and min(tags) >= 0 and max(slots) < 1 << 31

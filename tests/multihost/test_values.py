@@ -213,3 +213,33 @@ def shared_gather(group):
 @pytest.mark.parametrize("size", [4])
 def test_memory_is_not_shared_over_hosts(pool, size):
     assert all("several hosts" in said for said in pool.run(shared_gather))
+
+
+def many_messages(group, hosts):
+    """More at once than there are slots, read in another order, with tags that no engine could carry."""
+    complaints, far = [], 1 << 40
+    with over_hosts(group, hosts) as over:
+        me, count, n = over.rank, 2100, 20_000
+        if me == 0:
+            for i in range(count):
+                over.send(torch.tensor([i]), 3, far)
+            over.send(torch.tensor([-1]), 3, far + 1)
+            large = [over.send(torch.full((n,), float(i)), 3, i, async_op=True) for i in range(40)]
+            for handle in large:
+                handle.wait()
+        if me == 3:
+            got, tensor = torch.zeros(1, dtype=torch.int64), torch.zeros(n)
+            over.recv(got, 0, far + 1)
+            complaints += ["the last first"] if got.item() != -1 else []
+            for i in reversed(range(40)):
+                over.recv(tensor, 0, i)
+                complaints += [f"large {i}"] if not torch.all(tensor == i) else []
+            for i in range(count):
+                over.recv(got, 0, far)
+                complaints += [f"{i} was {got.item()}"] if got.item() != i else []
+    return complaints
+
+
+@pytest.mark.parametrize("size", [4])
+def test_many_messages(pool, size):
+    assert pool.run(many_messages, LAYOUTS["2+2"]) == [[]] * size

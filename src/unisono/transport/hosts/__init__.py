@@ -4,6 +4,7 @@
     layout      which rank is where, and which bytes each lane carries
     engine      send and receive between hosts: a c10d backend (gloo), or MPI
     links       messages of one call between hosts, and how one notices that they have come
+    waiting     how one waits for that, asleep if it takes long
     control     who died, left or gave up, told to every host
     agreement   how a call begins: all ranks compare what they were asked for
     small       small calls, which are over with that

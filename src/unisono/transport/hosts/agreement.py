@@ -1,16 +1,20 @@
 """How a call begins: all ranks compare what they were asked for, and a small call is over with it.
 
 Steps: every rank writes its request, and its data if that is small, into its *slot*, memory that its leader sees. When
-all are there (a barrier inside the host) the leader makes one message for each other host, exchanges it with that
-host's leader, compares all requests, and writes the outcome into its *reply*, which its host's ranks see after a second
-barrier: what a small call gives them, or every rank's request if they differ.
+all are there (a barrier inside the host) the leader makes one message for each other host, the digest of the request
+and data, exchanges it with that host's leader, compares, and writes the outcome into its *reply*, which its host's
+ranks see after a second barrier: what a small call gives them. If requests differ, the leaders exchange all of them in
+one more step, and the reply has every rank's.
 
-Of two leaders the lower one sends first: when both ends of a connection write at once, gloo's thread may spin on a lock
-until its time slice ends. Receives for the next call are always posted, so a message goes out at once.
+Of two leaders the lower one sends first if messages are short: when both ends of a connection write at once, gloo's
+thread may spin on a lock until its time slice ends. Longer ones go both ways at once, as the link can. Receives for the
+next calls are always posted, so a message goes out at once. Posting one tells the sender's gloo, which costs as much as
+a message, so several are posted at a time, and by the two leaders in different calls.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable, Sequence
 from ctypes import c_uint64
@@ -19,211 +23,253 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...base import settings
 from ...base.tensors import empty
-from .links import HEADER, Word, read_bytes, signed, write_bytes
+from .links import HEADER, Memory, Word
 
 if TYPE_CHECKING:
     from .state import HostsGroup
 
 SMALL_BYTES = 64 << 10  # up to here data travels with the requests
-_HEAD = struct.Struct(
-    "<QQ"
-)  # a slot: bytes of the request, bytes of data. A message: its word, and where that stands again
+_ONE_BY_ONE_BYTES = 8 << 10
+_TURNS = 8  # receives that are posted, in as many buffers
+_POSTED_AT_ONCE = 4
+_SLOT = struct.Struct("<QQ")  # bytes of the request, bytes of data; the request and the data follow
+_SLOT_HEAD = struct.Struct("<QQ8s")  # and the digest, with which the request begins
+_MESSAGE = struct.Struct("<QQQ8s")  # its word, where that stands again, bytes of data, the digest
+_LENGTH = struct.Struct("<Q")
+_DIFFER = bytes(8)  # instead of a digest: this host's ranks were asked for different things
 _RECORD_BYTES = 256
-_ALIGN = 16  # of data, for views of any dtype
+DATA_AT = _MESSAGE.size  # in a message
+RESULT_AT = 16  # in the reply, behind whether requests differ
 
 
 def record_room(size: int) -> int:
     return _RECORD_BYTES + 16 * size
 
 
-class Shown:
-    """What came of one host: the requests of its ranks, and data; of this rank's own host the data by rank."""
+def _most_data() -> int:
+    """Bytes of data in a message: partial sums may be twice as wide as the data."""
+    return 2 * SMALL_BYTES if settings.hosts_fp32 else SMALL_BYTES
 
-    def __init__(self, requests: list[bytes], data: Tensor, parts: Sequence[Tensor] = ()) -> None:
-        self.requests = requests
-        self.data = data
-        self.parts = parts
+
+class Own:
+    """What the ranks of this host have brought, as their leader sees it."""
+
+    def __init__(self, slots: Sequence[Memory]) -> None:
+        self.slots = slots
+        self._heads = [_SLOT_HEAD.unpack(slot.read(0, _SLOT_HEAD.size)) for slot in slots]
+        first = self._heads[0][2]
+        self.digest = first if all(head[2] == first for head in self._heads) else _DIFFER
+
+    def data_at(self, local: int) -> int:
+        """Where a rank's data begins in its slot."""
+        return _SLOT.size + int(self._heads[local][0])
+
+    def data_bytes(self, local: int) -> int:
+        return int(self._heads[local][1])
+
+    def request(self, local: int) -> bytes:
+        return self.slots[local].read(_SLOT.size, self.data_at(local))
+
+
+class Message:
+    """What came of one host: its data is in ``memory`` from ``DATA_AT`` on."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        _, _, self.data_bytes, self.digest = _MESSAGE.unpack(memory.read(0, _MESSAGE.size))
+
+
+# By host: writes into a message what it sends it of its ranks' data, and says how many bytes. Then, with the messages
+# of the other hosts: writes into the reply what this host's ranks get, and says whether what was asked for fits.
+Outgoing = Callable[[Own, int, Memory], int]
+Outcome = Callable[[Own, dict[int, Message], Memory], bool]
 
 
 class Slots:
-    """The memory through which the ranks of a host begin calls, and the leaders' headers."""
+    """The memory through which the ranks of a host begin calls, and the leaders' messages."""
 
     def __init__(self, transport: HostsGroup) -> None:
-        self.t = transport
         layout, local = transport.layout, transport.comm
+        self._await, self._hosts = transport.await_headers, layout.hosts
         room = record_room(layout.size)
-        self.slot = empty(_HEAD.size + room + SMALL_BYTES, dtype=torch.uint8)
+        slot = empty(_SLOT.size + room + SMALL_BYTES, dtype=torch.uint8)
         # Data of all other hosts, or requests that differ.
-        most = max(SMALL_BYTES * max(1, len(layout.others)), layout.size * (8 + room))
+        most = max(SMALL_BYTES * max(1, len(layout.others)), layout.size * (_LENGTH.size + room))
         reply_bytes = 64 + 16 * layout.size + most
-        self.reply = empty(reply_bytes if layout.is_leader else 1, dtype=torch.uint8)
-        mine = torch.tensor([local.offset_of(self.slot), local.offset_of(self.reply)])
+        reply = empty(reply_bytes if layout.is_leader else 1, dtype=torch.uint8)
+        mine = torch.tensor([local.offset_of(slot), local.offset_of(reply)])
         places = torch.empty(local.size, 2, dtype=torch.int64)
         local.all_gather(places, mine, None, transport.timeout_s, False)
         at = places.tolist()
-        self.slots = []  # of this host's ranks, for the leader
-        if layout.is_leader:
-            self.slots = [
-                self.slot if r == layout.local else local.peer_bytes(r, at[r][0], self.slot.numel())
-                for r in range(local.size)
-            ]
+        self.slot = Memory(slot)
+        self.slots: list[Memory] = []  # of this host's ranks, for the leader
+        self.lower: list[Headers] = []
+        self.higher: list[Headers] = []
+        if not layout.is_leader:
+            self.reply = Memory(local.peer_bytes(0, at[0][1], reply_bytes))
+            return
+        self.reply = Memory(reply)
+        self.partial = Memory(torch.empty(_most_data(), dtype=torch.uint8))  # what this host's ranks have reduced
+        for r in range(local.size):
+            here = r == layout.local
+            self.slots.append(self.slot if here else Memory(local.peer_bytes(r, at[r][0], slot.numel())))
+        for host in layout.others:
+            (self.lower if host < layout.host else self.higher).append(Headers(transport, host))
+
+    def write(self, request: bytes, data: Sequence[Tensor]) -> None:
+        """Puts what this rank brings into its slot; ``data`` are flat tensors, none if they are too much."""
+        at = start = _SLOT.size + len(request)
+        for part in data:
+            at += self.slot.put(at, part)
+        self.slot.write(0, _SLOT.pack(len(request), at - start) + request)
+
+    def lead(self, seq: int, outgoing: Outgoing, outcome: Outcome) -> int:
+        """The leader's part, between the two barriers; returns the number of the last step that was taken."""
+        own = Own(self.slots)
+        if own.digest == _DIFFER:
+            came = self._exchange(seq, own.digest, lambda host, into: 0)
         else:
-            self.reply = local.peer_bytes(0, at[0][1], reply_bytes)
-        self.headers = [Headers(transport, host) for host in layout.others] if layout.is_leader else []
+            came = self._exchange(seq, own.digest, lambda host, into: outgoing(own, host, into))
+            if all(message.digest == own.digest for message in came.values()) and outcome(own, came, self.reply):
+                self.reply.write(0, b"\0")
+                return seq
+        self._show_requests(seq + 1, own)
+        self.reply.write(0, b"\1")
+        return seq + 1
 
-    def write(self, request: bytes, data: Tensor | None) -> None:
-        """Puts what this rank brings into its slot. ``data`` is bytes, or None if it is too much."""
-        n = 0 if data is None else data.numel()
-        head = _HEAD.pack(len(request), n) + request
-        write_bytes(self.slot, 0, head)
-        if data is not None and n:
-            self.slot[len(head) : len(head) + n] = data
+    def _exchange(self, seq: int, digest: bytes, fill: Callable[[int, Memory], int]) -> dict[int, Message]:
+        for headers in self.higher:
+            headers.send(seq, digest, fill(headers.host, headers.outgoing[seq % 2]))
+        later = []
+        for headers in self.lower:
+            n = fill(headers.host, headers.outgoing[seq % 2])
+            if n > _ONE_BY_ONE_BYTES:
+                headers.send(seq, digest, n)
+            else:
+                later.append((headers, n))
+        if self.lower:
+            self._await(self.lower, seq)
+            for headers, n in later:
+                headers.send(seq, digest, n)
+        if self.higher:
+            self._await(self.higher, seq)
+        return {headers.host: headers.read(seq) for headers in (*self.lower, *self.higher)}
 
-    def read(self, local: int) -> tuple[bytes, Tensor]:
-        """What a rank of this host has brought: its request and its data."""
-        slot = self.slots[local]
-        length, n = _HEAD.unpack(read_bytes(slot, 0, _HEAD.size))
-        start = _HEAD.size + length
-        return read_bytes(slot, _HEAD.size, start), slot[start : start + n]
+    def _show_requests(self, seq: int, own: Own) -> None:
+        """Ranks were asked for different things: puts every rank's request into the reply, by rank."""
+        requests = [own.request(i) for i in range(len(self.slots))]
+        listed = b"".join(_LENGTH.pack(len(r)) + r for r in requests)
+
+        def fill(host: int, into: Memory) -> int:
+            into.write(DATA_AT, listed)
+            return len(listed)
+
+        came = self._exchange(seq, _DIFFER, fill)
+        by_rank: dict[int, bytes] = {}
+        for host, ranks in enumerate(self._hosts):
+            found = requests if host not in came else _listed(came[host].memory, DATA_AT, len(ranks))
+            by_rank |= dict(zip(ranks, found, strict=True))
+        self.reply.write(RESULT_AT, b"".join(_LENGTH.pack(len(by_rank[r])) + by_rank[r] for r in sorted(by_rank)))
+
+    def post(self, seq: int) -> None:
+        """What has come up to a step has been read: has its buffers wait for later ones."""
+        for headers in (*self.lower, *self.higher):
+            headers.post_after(seq)
+
+
+def _listed(memory: Memory, at: int, count: int) -> list[bytes]:
+    requests = []
+    for _ in range(count):
+        (length,) = _LENGTH.unpack(memory.read(at, at + _LENGTH.size))
+        at += _LENGTH.size
+        requests.append(memory.read(at, at + length))
+        at += length
+    return requests
 
 
 class Headers:
-    """Messages between this leader and another: one per call in each direction, in two buffers by turns.
+    """Messages between this leader and another: one per step in each direction.
 
-    A buffer is free again in the next call but one: the other leader has sent the header of the next call, so it has
-    read that of the last one.
+    What was sent has gone when the answer of the next step is here: there are two buffers, used by turns.
     """
 
     def __init__(self, transport: HostsGroup, host: int) -> None:
-        self.t = transport
+        self._links = transport.links
         self.host = host
         self.peer = transport.layout.leader(host)
         ranks = max(len(transport.layout.mine), len(transport.layout.hosts[host]))
-        room = 64 + _ALIGN + ranks * (16 + record_room(transport.layout.size)) + SMALL_BYTES
-        self.incoming = [torch.zeros(room, dtype=torch.uint8) for _ in range(2)]
-        self.outgoing = [torch.zeros(room, dtype=torch.uint8) for _ in range(2)]
-        self.receiving: list[Any] = [None, None]
-        self.sending: list[Any] = [None, None]
-        for seq in (1, 2):
-            self._post(seq)
+        room = DATA_AT + ranks * (_LENGTH.size + record_room(transport.layout.size)) + _most_data() + 16
+        self._incoming = [Memory(torch.zeros(room, dtype=torch.uint8)) for _ in range(_TURNS)]
+        self.outgoing = [Memory(torch.zeros(room, dtype=torch.uint8)) for _ in range(2)]
+        self._receiving: list[Any] = [None] * _TURNS
+        self._sending: list[Any] = [None, None]
+        self._posted = 0  # the last step that a receive is posted for
+        self._when = int(host < transport.layout.host)  # the leaders post in different steps
+        self._post(_TURNS)
 
-    def _post(self, seq: int) -> None:
-        links = self.t.links
-        tag = links.tag(HEADER, seq)
-        self.receiving[seq % 2] = links.recv(self.incoming[seq % 2], self.peer, tag)
+    def _post(self, last: int) -> None:
+        links = self._links
+        for seq in range(self._posted + 1, last + 1):
+            memory = self._incoming[seq % _TURNS]
+            self._receiving[seq % _TURNS] = links.recv(memory.tensor, self.peer, links.tag(HEADER, seq))
+            self._posted = seq
 
-    def send(self, seq: int, requests: list[bytes], data: list[Tensor]) -> None:
-        links, buffer = self.t.links, self.outgoing[seq % 2]
-        word = struct.pack("<q", signed(links.word(HEADER, links.rank, self.peer, seq)))
-        listed = b"".join(struct.pack("<Q", len(r)) + r for r in requests)
-        listed += bytes(-(24 + len(listed)) % _ALIGN)
-        n = sum(d.numel() for d in data)
-        end = 24 + len(listed) + n
-        end += -end % 8  # the word stands where it can be read in one piece
-        head = word + struct.pack("<QQ", end, n) + listed
-        write_bytes(buffer, 0, head)
-        at = len(head)
-        for part in data:
-            buffer[at : at + part.numel()] = part
-            at += part.numel()
-        write_bytes(buffer, end, word)
-        tag = links.tag(HEADER, seq)
-        self.sending[seq % 2] = links.send(buffer[: end + 8], self.peer, tag)
+    def post_after(self, seq: int) -> None:
+        """Posts receives into the buffers of steps up to this one, if it is time."""
+        if self._posted - seq <= _TURNS - _POSTED_AT_ONCE and (seq + self._when) % 2 == 0:
+            # The other may have left after this call, its last: no error here, and the next call says so.
+            with contextlib.suppress(RuntimeError):
+                self._post(seq + _TURNS)
+
+    def send(self, seq: int, digest: bytes, data_bytes: int) -> None:
+        """Sends what has been put into the message's memory."""
+        links, turn = self._links, seq % 2
+        buffer = self.outgoing[turn]
+        word = links.word(HEADER, links.rank, self.peer, seq)
+        end = (DATA_AT + data_bytes + 7) & -8  # the word stands where it can be read in one piece
+        buffer.write(0, _MESSAGE.pack(word, end, data_bytes, digest))
+        buffer.write(end, _LENGTH.pack(word))
+        message = buffer.view(0, end + 8, torch.uint8)
+        self._sending[turn] = links.send(message, self.peer, links.tag(HEADER, seq))
 
     def first_word(self, seq: int) -> Word:
-        links = self.t.links
-        return self.incoming[seq % 2].data_ptr(), links.word(HEADER, self.peer, links.rank, seq)
+        return self._incoming[seq % _TURNS].address, self._links.word(HEADER, self.peer, self._links.rank, seq)
 
     def has_come(self, seq: int) -> bool:
         """Whether the first word is there."""
-        address, value = self.first_word(seq)
-        return c_uint64.from_address(address).value == value
+        address, word = self.first_word(seq)
+        return c_uint64.from_address(address).value == word
 
     def last_word(self, seq: int) -> Word:
-        buffer = self.incoming[seq % 2]
-        (end,) = struct.unpack("<Q", read_bytes(buffer, 8, 16))
-        return buffer.data_ptr() + end, self.first_word(seq)[1]
+        address, word = self.first_word(seq)
+        return address + c_uint64.from_address(address + 8).value, word
 
-    def read(self, seq: int) -> Shown:
-        """What has come; the memory is used again in the next call but one."""
-        buffer = self.incoming[seq % 2]
-        (n,) = struct.unpack("<Q", read_bytes(buffer, 16, 24))
-        requests, at = [], 24
-        for _ in self.t.layout.hosts[self.host]:
-            (length,) = struct.unpack("<Q", read_bytes(buffer, at, at + 8))
-            requests.append(read_bytes(buffer, at + 8, at + 8 + length))
-            at += 8 + length
-        at += -at % _ALIGN
-        return Shown(requests, buffer[at : at + n])
-
-    def done(self, seq: int) -> None:
-        """What has come has been read; the buffer waits for the next call but one."""
-        self._post(seq + 2)
-
-
-# By host: what this one sends it of its ranks' data, then what this host's ranks get of all that has come.
-Outgoing = Callable[[Shown, int], list[Tensor]]
-Outcome = Callable[[list[Shown], Tensor], None]
+    def read(self, seq: int) -> Message:
+        """What has come; the memory is used again in the next step but one."""
+        return Message(self._incoming[seq % _TURNS])
 
 
 def agree(
-    transport: HostsGroup, request: bytes, data: Tensor | None, outgoing: Outgoing, outcome: Outcome
-) -> tuple[list[bytes] | None, Tensor]:
-    """Compares the requests of all ranks. Returns the requests of all if they differ, else None; and the reply's data.
+    transport: HostsGroup, request: bytes, data: Sequence[Tensor], outgoing: Outgoing, outcome: Outcome
+) -> list[bytes] | None:
+    """Compares the requests of all ranks. Returns the requests of all if they differ, else None: then what the call
+    gives is in the reply.
 
     ``outgoing`` and ``outcome`` are called on leaders: what goes to a host, and what to write into the reply.
     """
-    slots, layout, seq = transport.slots, transport.layout, transport.next_step()
+    slots, seq = transport.slots, transport.next_step()
     slots.write(request, data)
     transport.inside("barrier")
     transport.has_begun()
-    reply = slots.reply
-    if layout.is_leader:
-        mine = [slots.read(r) for r in range(len(layout.mine))]
-        parts = [d for _, d in mine]
-        own = Shown([r for r, _ in mine], parts[0][:0], parts)
-        agreed = transport.fits(own.requests)
-
-        def send(headers: Headers) -> None:
-            sent = outgoing(own, headers.host) if agreed else []
-            headers.send(seq, own.requests, sent)
-
-        for headers in slots.headers:
-            if headers.host > layout.host:
-                send(headers)
-        lower = [h for h in slots.headers if h.host < layout.host]
-        higher = [h for h in slots.headers if h.host > layout.host]
-        for side in (lower, higher):
-            transport.await_headers(side, seq)
-            if side is lower:
-                for headers in lower:
-                    send(headers)
-        shown = [own] * layout.count
-        for headers in slots.headers:
-            shown[headers.host] = headers.read(seq)
-        by_rank = [b""] * layout.size
-        for host, ranks in enumerate(layout.hosts):
-            for i, rank in enumerate(ranks):
-                by_rank[rank] = shown[host].requests[i]
-        differ = not transport.fits(by_rank)
-        reply[0] = int(differ)
-        if differ:
-            at = _ALIGN
-            for of_rank in by_rank:
-                head = struct.pack("<Q", len(of_rank)) + of_rank
-                write_bytes(reply, at, head)
-                at += len(head)
-        else:
-            outcome(shown, reply[_ALIGN:])
-        for headers in slots.headers:
-            headers.done(seq)
-    transport.inside("barrier")
-    if not int(reply[0]):
-        return None, reply[_ALIGN:]
-    requests, at = [], _ALIGN
-    for _ in range(layout.size):
-        (length,) = struct.unpack("<Q", read_bytes(reply, at, at + 8))
-        requests.append(read_bytes(reply, at + 8, at + 8 + length))
-        at += 8 + length
-    return requests, reply[_ALIGN:]
+    if not transport.layout.is_leader:
+        transport.inside("barrier")
+    else:
+        last = slots.lead(seq, outgoing, outcome)
+        transport.inside("barrier")
+        slots.post(last)  # only now: the other ranks need not wait for it
+    if slots.reply.read(0, 1) == b"\0":
+        return None
+    transport.next_step()
+    return _listed(slots.reply, RESULT_AT, transport.size)

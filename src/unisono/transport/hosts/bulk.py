@@ -11,7 +11,7 @@ host has, to each other host; a broadcast goes from host to host, so none sends 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -30,25 +30,47 @@ _BEHIND = 3  # how many rounds later a piece is waited for
 
 
 class Rounds:
-    """The pieces of all lanes over some spans, round by round."""
+    """The pieces of all lanes over some spans, in steps: in each, every rank of this host handles one piece.
+
+    If this host has fewer ranks than there are lanes, it takes several steps for a round of all lanes.
+    """
 
     def __init__(self, t: HostsGroup, spans: Sequence[Span], item: int) -> None:
         self._layout = t.layout
-        self.lanes = lane_pieces(spans, t.layout.lanes, max(1, PIECE_BYTES // item))
-        self.count = max(map(len, self.lanes))
+        self._lanes = lane_pieces(spans, t.layout.lanes, max(1, PIECE_BYTES // item))
+        self.count = max(map(len, self._lanes)) * t.layout.turns
 
-    def spans(self, k: int) -> list[Span]:
-        """The pieces of round k, by local rank; empty ones for ranks without a lane."""
-        ranks = len(self._layout.mine)
-        pieces = [lane[k] if k < len(lane) else (0, 0) for lane in self.lanes]
-        return pieces + [(0, 0)] * (ranks - len(pieces))
+    def _lane(self, step: int, local: int) -> int:
+        return step % self._layout.turns * len(self._layout.mine) + local
 
-    def mine(self, k: int) -> Span:
-        return self.spans(k)[self._layout.local]
+    def _piece(self, step: int, local: int) -> Span:
+        lane, k = self._lane(step, local), step // self._layout.turns
+        if lane >= len(self._lanes) or k >= len(self._lanes[lane]):
+            return (0, 0)
+        return self._lanes[lane][k]
 
-    def pieces(self) -> list[Span]:
-        """All pieces of this rank's lane."""
-        return self.lanes[self._layout.local] if self._layout.has_lane else []
+    def spans(self, step: int) -> list[Span]:
+        """The pieces of a step, by local rank; empty ones for ranks without any."""
+        return [self._piece(step, local) for local in range(len(self._layout.mine))]
+
+    def mine(self, step: int) -> Span:
+        return self._piece(step, self._layout.local)
+
+    def peer(self, step: int, host: int) -> int:
+        """The rank of another host that handles this rank's piece of a step."""
+        return self._layout.lane_peer(self._lane(step, self._layout.local), host)
+
+    def index(self, step: int) -> int:
+        """The number of this rank's piece of a step among all, the same on every host."""
+        return step // self._layout.turns * self._layout.lanes + self._lane(step, self._layout.local)
+
+    def steps(self) -> list[int]:
+        """The steps in which this rank has a piece."""
+        return [step for step in range(self.count) if self.mine(step) != (0, 0)]
+
+    def peers(self, hosts: Sequence[int]) -> list[int]:
+        """The ranks of other hosts that handle any of this rank's pieces."""
+        return sorted({self.peer(step, host) for step in self.steps() for host in hosts})
 
 
 def _views(tensor: Tensor, spans: Sequence[Span]) -> list[Tensor]:
@@ -61,10 +83,11 @@ def all_reduce(t: HostsGroup, bulk: Bulk, source: Tensor, target: Tensor, reduct
     layout = t.layout
     rounds = Rounds(t, [(0, source.numel())], reduction.partial_dtype.itemsize)
     in_parts = layout.count > 2
-    length = max((end - start for start, end in rounds.pieces()), default=0)
-    partials = t.scratch("partials", _TURNS, length, reduction.partial_dtype)
-    inbox = t.scratch("inbox", _TURNS * len(layout.others), length, reduction.partial_dtype)
-    results = t.scratch("results", _TURNS, length, reduction.dtype)
+    length = _longest(rounds)
+    turns = _TURNS * layout.turns
+    partials = t.scratch("partials", turns, length, reduction.partial_dtype)
+    inbox = t.scratch("inbox", turns * len(layout.others), length, reduction.partial_dtype)
+    results = t.scratch("results", turns, length, reduction.dtype)
     first: dict[int, list[Word]] = {}
     second: dict[int, list[Word]] = {}
 
@@ -75,45 +98,43 @@ def all_reduce(t: HostsGroup, bulk: Bulk, source: Tensor, target: Tensor, reduct
 
     def begin(k: int) -> None:
         start, end = rounds.mine(k)
-        mine = partials[k % _TURNS][: end - start]
+        mine = partials[k % turns][: end - start]
         inputs = [reduction.widened(part) for part in _views(source, rounds.spans(k))]
         t.inside("reduce_scatter", mine, inputs, None, reduction.inside, reduction.inside_factor)
         of_host = parts(end - start)
         own = of_host[layout.host]
         first[k] = []
         for i, host in enumerate(layout.others):
-            peer = layout.lane_peer(host) if layout.has_lane else -1
             if own[0] < own[1]:
-                into = inbox[k % _TURNS * len(layout.others) + i][: own[1] - own[0]]
-                first[k].append(bulk.recv(into, peer, 2 * k))
+                into = inbox[k % turns * len(layout.others) + i][: own[1] - own[0]]
+                first[k].append(bulk.recv(into, rounds.peer(k, host), 2 * rounds.index(k)))
             a, b = of_host[host]
             if a < b:
-                bulk.send(mine[a:b], peer, 2 * k)
+                bulk.send(mine[a:b], rounds.peer(k, host), 2 * rounds.index(k))
 
     def combine(k: int) -> None:
         start, end = rounds.mine(k)
-        result = results[k % _TURNS][: end - start]
+        result = results[k % turns][: end - start]
         of_host = parts(end - start)
         a, b = of_host[layout.host]
         t.await_words(first.pop(k), layout.others)
         second[k] = []
         if a < b:
-            by_host = [x[: b - a] for x in inbox[k % _TURNS * len(layout.others) :][: len(layout.others)]]
-            by_host.insert(layout.host, partials[k % _TURNS][a:b])
+            by_host = [x[: b - a] for x in inbox[k % turns * len(layout.others) :][: len(layout.others)]]
+            by_host.insert(layout.host, partials[k % turns][a:b])
             reduction.combine_hosts(result[a:b], by_host)
         if in_parts:
             for host in layout.others:
-                peer = layout.lane_peer(host) if layout.has_lane else -1
                 c, d = of_host[host]
                 if c < d:
-                    second[k].append(bulk.recv(result[c:d], peer, 2 * k + 1))
+                    second[k].append(bulk.recv(result[c:d], rounds.peer(k, host), 2 * rounds.index(k) + 1))
                 if a < b:
-                    bulk.send(result[a:b], peer, 2 * k + 1)
+                    bulk.send(result[a:b], rounds.peer(k, host), 2 * rounds.index(k) + 1)
 
     def spread(k: int) -> None:
         start, end = rounds.mine(k)
         t.await_words(second.pop(k), layout.others)
-        t.inside("all_gather", _views(target, rounds.spans(k)), results[k % _TURNS][: end - start], None)
+        t.inside("all_gather", _views(target, rounds.spans(k)), results[k % turns][: end - start], None)
 
     for k in range(rounds.count + 2):
         if k < rounds.count:
@@ -122,9 +143,8 @@ def all_reduce(t: HostsGroup, bulk: Bulk, source: Tensor, target: Tensor, reduct
             combine(k - 1)
         if k - 2 >= 0:
             spread(k - 2)
-    if rounds.pieces():
-        peers = [layout.lane_peer(h) for h in layout.others]
-        t.settle(bulk, peers, peers)
+    peers = rounds.peers(layout.others)
+    t.settle(bulk, peers, peers)
 
 
 def reduce_scatter(
@@ -139,13 +159,25 @@ def reduce_scatter(
     chunks = spans_of(counts)
     item = reduction.partial_dtype.itemsize
     by_host = [Rounds(t, [chunks[r] for r in ranks], item) for ranks in layout.hosts]
-    jobs = [(host, k) for k in range(max(r.count for r in by_host)) for host, r in enumerate(by_host) if k < r.count]
-    length = max((end - start for r in by_host for start, end in r.pieces()), default=0)
-    partials = t.scratch("partials", _TURNS, length, reduction.partial_dtype)
-    inbox = t.scratch("inbox", _TURNS * len(layout.others), length, reduction.partial_dtype)
+    turns, behind = _TURNS * layout.turns, _BEHIND * layout.turns
+    jobs = [
+        (host, step)
+        for first in range(0, max(r.count for r in by_host), layout.turns)
+        for host, r in enumerate(by_host)
+        for step in range(first, first + layout.turns)
+        if step < r.count
+    ]
+    length = max(map(_longest, by_host))
+    partials = t.scratch("partials", turns, length, reduction.partial_dtype)
+    inbox = t.scratch("inbox", turns * len(layout.others), length, reduction.partial_dtype)
     results = t.scratch("results", 1, length, reduction.dtype)
     read: dict[int, Word] = {}  # by job: the word that says that the receiver has read the piece
     waiting: deque[tuple[int, list[Word]]] = deque()  # jobs of this host, with what they wait for
+
+    def index(job: int) -> int:
+        """The number of this rank's piece among those of all hosts, the same on every host."""
+        host, step = jobs[job]
+        return by_host[host].index(step) * layout.count + host
 
     def finish() -> None:
         job, words = waiting.popleft()
@@ -153,8 +185,8 @@ def reduce_scatter(
         start, end = by_host[host].mine(k)
         spans = by_host[host].spans(k)
         t.await_words(words, layout.others)
-        parts = [x[: end - start] for x in inbox[job % _TURNS * len(layout.others) :][: len(layout.others)]]
-        parts.insert(layout.host, partials[job % _TURNS][: end - start])
+        parts = [x[: end - start] for x in inbox[job % turns * len(layout.others) :][: len(layout.others)]]
+        parts.insert(layout.host, partials[job % turns][: end - start])
         own = chunks[layout.rank]
         # Usually a lane's piece is all its own rank's.
         direct = all(overlap(s, chunks[r]) == s or s[0] == s[1] for s, r in zip(spans, layout.mine, strict=True))
@@ -162,7 +194,7 @@ def reduce_scatter(
         if start < end:
             reduction.combine_hosts(result, parts)
             for h in layout.others:
-                bulk.acknowledge(layout.lane_peer(h), job)
+                bulk.acknowledge(by_host[host].peer(k, h), index(job))
         if not direct:
             pieces = [overlap(chunks[r], (start, end)) for r in layout.mine]
             gets = [overlap(own, s) for s in spans]
@@ -175,24 +207,25 @@ def reduce_scatter(
             )
 
     for job, (host, k) in enumerate(jobs):
-        while waiting and waiting[0][0] <= job - _BEHIND:
+        while waiting and waiting[0][0] <= job - behind:
             finish()
-        if job - _TURNS in read:
-            t.await_words([read.pop(job - _TURNS)], [jobs[job - _TURNS][0]])
+        if job - turns in read:
+            t.await_words([read.pop(job - turns)], [jobs[job - turns][0]])
         start, end = by_host[host].mine(k)
-        mine = partials[job % _TURNS][: end - start]
+        mine = partials[job % turns][: end - start]
         words = []
         if host == layout.host and start < end:
             for i, h in enumerate(layout.others):
-                into = inbox[job % _TURNS * len(layout.others) + i][: end - start]
-                words.append(bulk.recv(into, layout.lane_peer(h), job))
+                into = inbox[job % turns * len(layout.others) + i][: end - start]
+                words.append(bulk.recv(into, by_host[host].peer(k, h), index(job)))
         inputs = [reduction.widened(part) for part in _views(source, by_host[host].spans(k))]
         t.inside("reduce_scatter", mine, inputs, None, reduction.inside, reduction.inside_factor)
         if host == layout.host:
             waiting.append((job, words))
         elif start < end:
-            bulk.send(mine, layout.lane_peer(host), job)
-            read[job] = bulk.acknowledgement(layout.lane_peer(host), job)
+            peer = by_host[host].peer(k, host)
+            bulk.send(mine, peer, index(job))
+            read[job] = bulk.acknowledgement(peer, index(job))
     while waiting:
         finish()
     t.await_words(list(read.values()), sorted({jobs[job][0] for job in read}))
@@ -203,19 +236,24 @@ def all_gather(t: HostsGroup, bulk: Bulk, target: Tensor, input: Tensor, counts:
     layout = t.layout
     chunks = spans_of(counts)
     by_host = [Rounds(t, [chunks[r] for r in ranks], target.element_size()) for ranks in layout.hosts]
-    coming: dict[int, list[Word]] = {}
-    for host in layout.others:
-        pieces = by_host[host].pieces()
-        coming[host] = [bulk.recv(target[a:b], layout.lane_peer(host), k) for k, (a, b) in enumerate(pieces)]
+    coming = {
+        host: {
+            k: bulk.recv(target[slice(*by_host[host].mine(k))], by_host[host].peer(k, host), by_host[host].index(k))
+            for k in by_host[host].steps()
+        }
+        for host in layout.others
+    }
+    here = by_host[layout.host]
 
     def send(whole: Tensor, first: int) -> None:
-        for k, (a, b) in enumerate(by_host[layout.host].pieces()):
+        for k in here.steps():
+            a, b = here.mine(k)
             for host in layout.others:
-                bulk.send(whole[a - first : b - first], layout.lane_peer(host), k)
+                bulk.send(whole[a - first : b - first], here.peer(k, host), here.index(k))
 
     own = chunks[layout.rank]
     # Usually a lane's share is its own rank's chunk, and can go out before the ranks inside have it.
-    at_once = all(overlap(piece, own) == piece for piece in by_host[layout.host].pieces())
+    at_once = all(overlap(here.mine(k), own) == here.mine(k) for k in here.steps())
     if at_once:
         send(input, own[0])
     t.inside("all_gather", _views(target, [chunks[r] for r in layout.mine]), input, None)
@@ -225,10 +263,8 @@ def all_gather(t: HostsGroup, bulk: Bulk, target: Tensor, input: Tensor, counts:
         for host in layout.others:
             if k < by_host[host].count:
                 _spread(t, target, by_host[host], k, coming[host], [host])
-    if layout.has_lane:
-        received = [layout.lane_peer(h) for h in layout.others if coming[h]]
-        sent = [layout.lane_peer(h) for h in layout.others] if by_host[layout.host].pieces() else []
-        t.settle(bulk, received, sent)
+    received = {by_host[h].peer(k, h) for h in layout.others for k in coming[h]}
+    t.settle(bulk, sorted(received), here.peers(layout.others))
 
 
 def broadcast(t: HostsGroup, bulk: Bulk, target: Tensor, root: int) -> None:
@@ -239,28 +275,40 @@ def broadcast(t: HostsGroup, bulk: Bulk, target: Tensor, root: int) -> None:
     order = [(source + i) % layout.count for i in range(layout.count)]
     place = order.index(layout.host)
     before, after = order[place - 1] if place else None, order[place + 1] if place + 1 < len(order) else None
-    pieces = rounds.pieces()
+
+    def pass_on(k: int) -> None:
+        a, b = rounds.mine(k)
+        if after is not None and a < b:
+            bulk.send(target[a:b], rounds.peer(k, after), rounds.index(k))
+
     if before is None:
         t.inside("broadcast", target, layout.mine.index(root), None)
-        for k, (a, b) in enumerate(pieces):
-            if after is not None:
-                bulk.send(target[a:b], layout.lane_peer(after), k)
+        for k in rounds.steps():
+            pass_on(k)
     else:
-        coming = [bulk.recv(target[a:b], layout.lane_peer(before), k) for k, (a, b) in enumerate(pieces)]
+        coming = {
+            k: bulk.recv(target[slice(*rounds.mine(k))], rounds.peer(k, before), rounds.index(k))
+            for k in rounds.steps()
+        }
         for k in range(rounds.count):
-            a, b = rounds.mine(k)
-            t.await_words(coming[k : k + 1], [before])
-            if after is not None and a < b:
-                bulk.send(target[a:b], layout.lane_peer(after), k)
-            _spread(t, target, rounds, k, [], [])
-    if pieces:
-        received = [] if before is None else [layout.lane_peer(before)]
-        t.settle(bulk, received, [] if after is None else [layout.lane_peer(after)])
+            if k in coming:
+                t.await_words([coming[k]], [before])
+            pass_on(k)
+            _spread(t, target, rounds, k, {}, [])
+    received = [] if before is None else rounds.peers([before])
+    t.settle(bulk, received, [] if after is None else rounds.peers([after]))
 
 
-def _spread(t: HostsGroup, target: Tensor, rounds: Rounds, k: int, coming: list[Word], hosts: Sequence[int]) -> None:
-    """Has all ranks of this host get the pieces of a round, when this lane's has come."""
-    t.await_words(coming[k : k + 1], hosts)
+def _longest(rounds: Rounds) -> int:
+    return max((rounds.mine(k)[1] - rounds.mine(k)[0] for k in rounds.steps()), default=0)
+
+
+def _spread(
+    t: HostsGroup, target: Tensor, rounds: Rounds, k: int, coming: Mapping[int, Word], hosts: Sequence[int]
+) -> None:
+    """Has all ranks of this host get the pieces of a step, when this rank's has come."""
+    if k in coming:
+        t.await_words([coming[k]], hosts)
     spans = rounds.spans(k)
     start, end = spans[t.layout.local]
     t.inside("all_gather", _views(target, spans), target[start:end], None)

@@ -7,17 +7,20 @@ wait of gloo cannot be ended. Whoever needs to know looks at the memory (links.p
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
+import select
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._autograd import _enable_record_function as _record_functions  # of this thread
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, _DistributedBackendOptions
 
 log = logging.getLogger("unisono")
@@ -31,40 +34,82 @@ class Work(Protocol):
 
 
 class Engine(Protocol):
-    """Messages between processes, matched by source, tag and order; tags are from 0 up to 2**28."""
+    """Messages between processes, matched by source, tag and order; tags are from 0 up to 2**31.
+
+    What is received is in memory byte by byte in the order of sending; a message never before the one ``after`` which
+    it was posted.
+    """
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work: ...
-    def recv(self, tensor: Tensor, peer: int, tag: int) -> Work: ...
+    def recv(self, tensor: Tensor, peer: int, tag: int, after: Any = None) -> Work: ...
     def wait(self, work: Work) -> None:
         """Waits as long as it takes, or until the connection closes; only threads that may be abandoned call it."""
 
     def advance(self) -> None:
         """For engines without threads of their own: makes messages go on."""
 
+    def arrivals(self) -> select.epoll | None:
+        """A new epoll object that reports when anything comes from other hosts, if there is something to wait on."""
+
     needs_advance: bool
     contexts: int  # the highest number of a group on this engine that this process knows
 
 
 class BackendEngine:
-    """A backend of torch.distributed."""
+    """A backend of torch.distributed.
+
+    Messages are hidden from torch's profiler: a receive may be posted while it runs and end long after, and torch then
+    writes the end of the event into memory that the profiler has freed.
+    """
 
     needs_advance = False
 
-    def __init__(self, pg: Any) -> None:
-        self.pg = pg
+    def __init__(self, make: Callable[[], Any]) -> None:
+        before = set(_connections())
+        pg = make()
+        self._connections = set(_connections()) - before
+        self._send, self._recv = pg.send, pg.recv
         self.contexts = 0
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return self.pg.send([tensor], peer, tag)  # type: ignore[no-any-return]
+        _record_functions(False)
+        try:
+            return self._send([tensor], peer, tag)  # type: ignore[no-any-return]
+        finally:
+            _record_functions(True)
 
-    def recv(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return self.pg.recv([tensor], peer, tag)  # type: ignore[no-any-return]
+    def recv(self, tensor: Tensor, peer: int, tag: int, after: Any = None) -> Work:
+        _record_functions(False)
+        try:
+            return self._recv([tensor], peer, tag)  # type: ignore[no-any-return]
+        finally:
+            _record_functions(True)
 
     def wait(self, work: Work) -> None:
         work.wait(_FOR_EVER)
 
     def advance(self) -> None:
         """Nothing to do."""
+
+    def arrivals(self) -> select.epoll | None:
+        if not self._connections:
+            return None
+        found = select.epoll()
+        for fd in self._connections:
+            # Edge-triggered: the backend's own threads read, and this is only a hint. A closed one takes itself out.
+            with contextlib.suppress(OSError):
+                found.register(fd, select.EPOLLIN | select.EPOLLET)
+        return found
+
+
+def _connections() -> Iterator[int]:
+    """The descriptors of this process's TCP connections."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as one:
+                    if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername():
+                        yield int(name)
 
 
 def open_engine(name: str, store: Store, rank: int, size: int, address: str, limit_s: float) -> Engine:
@@ -75,7 +120,7 @@ def open_engine(name: str, store: Store, rank: int, size: int, address: str, lim
         return MpiEngine(store, rank, size, limit_s)
     limit = timedelta(seconds=max(1.0, limit_s))
     if name != "gloo":
-        return BackendEngine(_other_backend(name, store, rank, size, limit))
+        return BackendEngine(lambda: _other_backend(name, store, rank, size, limit))
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = limit
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -84,7 +129,7 @@ def open_engine(name: str, store: Store, rank: int, size: int, address: str, lim
     else:
         log.info("between hosts: gloo on %s (%s)", address, interface_of(address) or "no interface has it")
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    return BackendEngine(ProcessGroupGloo(store, rank, size, options))
+    return BackendEngine(lambda: ProcessGroupGloo(store, rank, size, options))
 
 
 def _other_backend(name: str, store: Store, rank: int, size: int, limit: timedelta) -> Any:

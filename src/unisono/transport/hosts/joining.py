@@ -28,6 +28,7 @@ from ...base.errors import CollectiveTimeoutError, SystemCallError
 from ...group import rendezvous
 from .engine import addresses, choose_address, open_engine
 from .layout import Layout
+from .links import MOST_CONTEXTS
 from .transport import HostsTransport
 
 _NAP_S = 0.002
@@ -120,6 +121,8 @@ def split(
     """
     layout, engine = parent.layout, parent.links.engine
     engine.contexts = max(contexts) + 1
+    if engine.contexts >= MOST_CONTEXTS:
+        raise RuntimeError(f"a process can make {MOST_CONTEXTS - 1} subgroups over several hosts, and has made them")
     near = [i for i, r in enumerate(members) if layout.host_of[r] == layout.host]
     places = [layout.mine.index(members[i]) for i in near]
     comm = _split_inside(parent.comm, places, near.index(rank), name, id, timeout_s)

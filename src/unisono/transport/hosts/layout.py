@@ -1,7 +1,8 @@
 """Which rank is on which host, and which bytes each lane carries: numbers only, the same on every rank.
 
-There are as many lanes as the smallest host has ranks: lane i is the i-th rank of each host. What a host sends, and
-what it gets, is cut by elements into equal shares, one for each lane, whatever the ranks' own counts are.
+There are as many lanes as the largest host has ranks, and on each host its ranks take them in turns: lane i is rank
+i modulo their number. What a host sends, and what it gets, is cut by elements into equal shares, one for each lane,
+whatever the ranks' own counts are.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Layout:
         self.host = self.host_of[rank]
         self.mine = self.hosts[self.host]  # the ranks of this host
         self.local = self.mine.index(rank)
-        self.lanes = min(map(len, self.hosts))
+        self.lanes = max(map(len, self.hosts))
+        self.turns = -(-self.lanes // len(self.mine))  # lanes of one rank here
         self.others = [h for h in range(len(self.hosts)) if h != self.host]
 
     @property
@@ -41,13 +43,9 @@ class Layout:
     def is_leader(self) -> bool:
         return self.local == 0
 
-    @property
-    def has_lane(self) -> bool:
-        return self.local < self.lanes
-
-    def lane_peer(self, host: int) -> int:
-        """The rank on another host that is in this rank's lane."""
-        return self.hosts[host][self.local]
+    def lane_peer(self, lane: int, host: int) -> int:
+        """The rank of a host that is in a lane."""
+        return self.hosts[host][lane % len(self.hosts[host])]
 
     def leader(self, host: int) -> int:
         return self.hosts[host][0]

@@ -23,6 +23,8 @@ from .engine import Engine
 Word = tuple[int, int]  # address, and the value that it will have
 
 _MASK = (1 << 64) - 1
+MOST_CONTEXTS = 1 << 12  # groups on one engine
+_MOST_VIEWS = 32
 HEADER, DATA, SEAL, ACK, CONTROL, LETTER = range(6)  # kinds of messages
 
 
@@ -42,12 +44,12 @@ class Links:
         self.rank = rank
 
     def tag(self, kind: int, seq: int = 0, index: int = 0) -> int:
-        """The tag of a collective's message: 9 bits of the group, 3 of the kind, 4 of the call, 11 of the piece."""
-        return (self.context & 0x1FF) << 18 | kind << 15 | (seq & 0xF) << 11 | index & 0x7FF
+        """The tag of a collective's message: 12 bits of the group, 3 of the kind, 4 of the call, 11 of the piece."""
+        return self.context << 18 | kind << 15 | (seq & 0xF) << 11 | index & 0x7FF
 
-    def letter_tag(self, kind: int, *place: int) -> int:
-        """The tag of a user's message, of which there may be any number at one time: a hash, apart from the others."""
-        return 1 << 27 | hash((self.id, kind, *place)) & 0x7FF_FFFF
+    def message_tag(self, kind: int, number: int = 0) -> int:
+        """The tag of a user's message, apart from the others; ``number`` tells apart those that are under way."""
+        return 1 << 30 | self.context << 18 | kind << 15 | number & 0x7FF
 
     def word(self, *place: int) -> int:
         """What ends a message; never 0."""
@@ -56,8 +58,8 @@ class Links:
     def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
         return self.engine.send(tensor, self.numbers[peer], tag)
 
-    def recv(self, tensor: Tensor, peer: int, tag: int) -> Any:
-        return self.engine.recv(tensor, self.numbers[peer], tag)
+    def recv(self, tensor: Tensor, peer: int, tag: int, after: Any = None) -> Any:
+        return self.engine.recv(tensor, self.numbers[peer], tag, after)
 
 
 def read_bytes(tensor: Tensor, start: int, end: int) -> bytes:
@@ -70,6 +72,51 @@ def write_bytes(tensor: Tensor, start: int, data: bytes) -> None:
     if start + len(data) > tensor.numel():
         raise ValueError(f"{len(data)} bytes at {start} do not fit into {tensor.numel()}")
     memmove(tensor.data_ptr() + start, data, len(data))
+
+
+class Memory:
+    """Bytes that stay where they are: read and written by address, as operations of torch cost more than a message."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.address, self.size = tensor.data_ptr(), tensor.numel()
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
+
+    def _at(self, at: int, n: int) -> int:
+        if at + n > self.size:
+            raise ValueError(f"{n} bytes at {at} do not fit into {self.size}")
+        return self.address + at
+
+    def read(self, start: int, end: int) -> bytes:
+        return string_at(self._at(start, end - start), end - start)
+
+    def write(self, at: int, data: bytes) -> None:
+        memmove(self._at(at, len(data)), data, len(data))
+
+    def put(self, at: int, tensor: Tensor) -> int:
+        """Copies a flat tensor to here; says how many bytes it has."""
+        n = tensor.nbytes
+        memmove(self._at(at, n), tensor.data_ptr(), n)
+        return n
+
+    def take(self, at: int, tensor: Tensor) -> None:
+        """Copies from here into a flat tensor."""
+        memmove(tensor.data_ptr(), self._at(at, tensor.nbytes), tensor.nbytes)
+
+    def move(self, at: int, other: Memory, start: int, n: int) -> None:
+        """Copies bytes of another memory to here."""
+        memmove(self._at(at, n), other._at(start, n), n)
+
+    def view(self, at: int, count: int, dtype: torch.dtype) -> Tensor:
+        """Elements from here on, as a tensor; the same calls come again and again, so views are kept."""
+        found = self._views.get((at, count, dtype))
+        if found is None:
+            self._at(at, count * dtype.itemsize)
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            found = self.tensor[at : at + count * dtype.itemsize].view(dtype)
+            self._views[at, count, dtype] = found
+        return found
 
 
 def signed(word: int) -> int:
@@ -94,8 +141,9 @@ class Bulk:
 
     def recv(self, tensor: Tensor, peer: int, index: int) -> Word:
         """Posts a receive; the word says when it is over."""
-        self._held.append(self.links.recv(tensor, peer, self.links.tag(DATA, self.seq, index)))
-        return self._word(SEAL, peer, index)
+        work = self.links.recv(tensor, peer, self.links.tag(DATA, self.seq, index))
+        self._held.append(work)
+        return self._word(SEAL, peer, index, work)
 
     def acknowledge(self, peer: int, index: int) -> None:
         """Tells a peer that its message has been read."""
@@ -108,10 +156,10 @@ class Bulk:
         """Posts a receive for a peer's acknowledgement."""
         return self._word(ACK, peer, index)
 
-    def _word(self, kind: int, peer: int, index: int) -> Word:
+    def _word(self, kind: int, peer: int, index: int, after: Any = None) -> Word:
         links, me = self.links, self.links.rank
         place = torch.zeros(1, dtype=torch.int64)
-        self._held.append((links.recv(place, peer, links.tag(kind, self.seq, index)), place))
+        self._held.append((links.recv(place, peer, links.tag(kind, self.seq, index), after), place))
         return place.data_ptr(), links.word(self.seq, kind, peer, me, index)
 
     def end(self) -> None:

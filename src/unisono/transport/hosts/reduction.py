@@ -40,12 +40,10 @@ class Reduction:
         """An input as the step inside a host takes it."""
         return tensor if tensor.dtype is self.partial_dtype else tensor.to(self.partial_dtype)
 
-    def combine_inside(self, parts: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
+    def combine_inside(self, partial: Tensor, parts: Sequence[Tensor], factors: Sequence[float]) -> None:
         """The partial result of one host's inputs."""
-        partial = torch.empty(parts[0].numel(), dtype=self.partial_dtype)
         op = ops.SUM if self.is_avg else self.op
         _core.combine(partial, [self.widened(p) for p in parts], op, list(factors))
-        return partial
 
     def combine_hosts(self, output: Tensor, partials: Sequence[Tensor]) -> None:
         """The result of all hosts' partial results, which may be the output's own memory only if it is the first."""

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .agreement import SMALL_BYTES, Shown, agree
-from .layout import Span, joined
-from .links import read_bytes, write_bytes
+from ...base import ops
+from ..agreement import misfits
+from .agreement import DATA_AT, RESULT_AT, SMALL_BYTES, Message, Own, agree, record_room
+from .layout import Span, joined, spans_of
+from .links import Memory
 from .reduction import Reduction
 from .requests import HostsRequest, factor_in, table_in
 
@@ -23,33 +25,37 @@ if TYPE_CHECKING:
     from .state import HostsGroup
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """A flat tensor as bytes."""
-    return tensor.view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
-
-
 def begin(t: HostsGroup, request: HostsRequest) -> None:
     """Compares the requests of a large call."""
-    differing, _ = agree(t, request.bytes, None, lambda own, host: [], lambda shown, reply: None)
-    t.raise_mismatch(request, differing)
+    t.raise_mismatch(request, agree(t, request.bytes, (), lambda own, host, into: 0, lambda own, came, reply: True))
 
 
-def gather(t: HostsGroup, request: HostsRequest, input: Tensor | None, counts: Sequence[int], item: int) -> Tensor:
-    """Every rank's bytes behind one another; ``input`` is None on ranks that bring nothing."""
+def gather(t: HostsGroup, request: HostsRequest, input: Tensor | None, counts: Sequence[int], item: int) -> Memory:
+    """Every rank's bytes behind one another, from ``RESULT_AT`` on; ``input`` is None on ranks that bring nothing."""
     sizes = [n * item for n in counts]
+    layout = t.layout
 
-    def outcome(shown: list[Shown], reply: Tensor) -> None:
-        parts: list[Tensor] = [reply[:0]] * t.size
-        for host, ranks in enumerate(t.layout.hosts):
-            of_host = shown[host].parts or torch.split(shown[host].data, [sizes[r] for r in ranks])
-            for r, part in zip(ranks, of_host, strict=True):
-                parts[r] = part
-        torch.cat(parts, out=reply[: sum(sizes)])
+    def outgoing(own: Own, host: int, into: Memory) -> int:
+        at = DATA_AT
+        for i, r in enumerate(layout.mine):
+            into.move(at, own.slots[i], own.data_at(i), sizes[r])
+            at += sizes[r]
+        return at - DATA_AT
 
-    data = None if input is None else as_bytes(input)
-    differing, reply = agree(t, request.bytes, data, lambda own, host: list(own.parts), outcome)
-    t.raise_mismatch(request, differing)
-    return reply[: sum(sizes)]
+    def outcome(own: Own, came: dict[int, Message], reply: Memory) -> bool:
+        starts = [start for start, _ in spans_of(sizes)]
+        for i, r in enumerate(layout.mine):
+            reply.move(RESULT_AT + starts[r], own.slots[i], own.data_at(i), sizes[r])
+        for host, message in came.items():
+            at = DATA_AT
+            for r in layout.hosts[host]:
+                reply.move(RESULT_AT + starts[r], message.memory, at, sizes[r])
+                at += sizes[r]
+        return True
+
+    data = () if input is None else (input,)
+    t.raise_mismatch(request, agree(t, request.bytes, data, outgoing, outcome))
+    return t.slots.reply
 
 
 def reduce(
@@ -57,36 +63,46 @@ def reduce(
 ) -> Tensor:
     """The reduced elements that this host's ranks need: ``needed[h]`` are host h's spans, put behind one another."""
     runs = [joined(spans) for spans in needed]
-    partials: list[Tensor] = []  # this host's, made once
+    mine, slots = t.layout.host, t.slots
+    partial_dtype, count, item = reduction.partial_dtype, input.numel(), reduction.partial_dtype.itemsize
+    counts = [sum(end - start for start, end in of_host) for of_host in runs]
+    made: list[Tensor] = []
 
-    def partial_of(own: Shown) -> Tensor:
-        if not partials:
-            factors = [factor_in(r) for r in own.requests]
-            partials.append(reduction.combine_inside([p.view(input.dtype) for p in own.parts], factors))
-        return partials[0]
+    def partial(own: Own) -> Tensor:
+        if not made:
+            made.append(slots.partial.view(0, count, partial_dtype))
+            parts = [slot.view(own.data_at(i), count, input.dtype) for i, slot in enumerate(own.slots)]
+            factors = [1.0] * len(parts)
+            if reduction.op == ops.PREMUL_SUM:
+                factors = [factor_in(own.request(i)) for i in range(len(parts))]
+            reduction.combine_inside(made[0], parts, factors)
+        return made[0]
 
-    def cut(whole: Tensor, host: int) -> list[Tensor]:
-        return [whole[start:end] for start, end in runs[host]]
+    def outgoing(own: Own, host: int, into: Memory) -> int:
+        if counts[host]:
+            partial(own)
+        at = DATA_AT
+        for start, end in runs[host]:
+            into.move(at, slots.partial, start * item, (end - start) * item)
+            at += (end - start) * item
+        return at - DATA_AT
 
-    def outgoing(own: Shown, host: int) -> list[Tensor]:
-        return [as_bytes(part) for part in cut(partial_of(own), host)] if runs[host] else []
+    def outcome(own: Own, came: dict[int, Message], reply: Memory) -> bool:
+        n = counts[mine]
+        if not n:
+            return True
+        by_host = [came[h].memory.view(DATA_AT, n, partial_dtype) if h in came else input for h in range(len(runs))]
+        whole = partial(own)
+        by_host[mine] = whole[runs[mine][0][0] :][:n] if len(runs[mine]) == 1 else _cut(whole, runs[mine])
+        reduction.combine_hosts(reply.view(RESULT_AT, n, input.dtype), by_host)
+        return True
 
-    def outcome(shown: list[Shown], reply: Tensor) -> None:
-        mine = t.layout.host
-        if not runs[mine]:
-            return
-        by_host = [
-            torch.cat(cut(partial_of(of), mine)) if h == mine else of.data.view(reduction.partial_dtype)
-            for h, of in enumerate(shown)
-        ]
-        output = torch.empty(by_host[0].numel(), dtype=input.dtype)
-        reduction.combine_hosts(output, by_host)
-        reply[: output.nbytes] = as_bytes(output)
+    t.raise_mismatch(request, agree(t, request.bytes, (input,), outgoing, outcome))
+    return slots.reply.view(RESULT_AT, counts[mine], input.dtype)
 
-    differing, reply = agree(t, request.bytes, as_bytes(input), outgoing, outcome)
-    t.raise_mismatch(request, differing)
-    count = sum(end - start for start, end in runs[t.layout.host])
-    return reply[: count * input.element_size()].view(input.dtype)
+
+def _cut(whole: Tensor, runs: Sequence[Span]) -> Tensor:
+    return torch.cat([whole[start:end] for start, end in runs])
 
 
 def exchange(
@@ -97,58 +113,80 @@ def exchange(
     Each rank puts what it sends into its slot, if that is little. A host's data for another goes with the requests if
     all its ranks have done so and it is little. Inside a host nothing is exchanged here. Returns the hosts whose data
     is not here, and as negative numbers minus one those that have not got this one's.
+
+    A message has the requests of the host's ranks, each of the same length, and maybe the data: by sender, then by
+    receiver. The reply has what has gone and come, by host, where each rank's data begins, and the data.
     """
     layout, size = t.layout, t.size
     total = sum(x.numel() for x in inputs) * item
-    data = torch.cat([as_bytes(x) for x in inputs]) if 0 < total <= SMALL_BYTES else None
+    data = inputs if total <= SMALL_BYTES else ()
     went: list[int] = [0] * layout.count
+    room = record_room(size)
+    flags = 2 * layout.count
+    places_at = RESULT_AT + flags
 
-    def blocks(own: Shown, host: int) -> list[Tensor] | None:
-        found = []
-        for part, of in zip(own.parts, own.requests, strict=True):
-            sent = [n * item for n in table_in(of, size)[0]]
-            if part.numel() != sum(sent):
-                return None
-            of_rank = torch.split(part, sent)
-            found += [of_rank[r] for r in layout.hosts[host]]
-        return found if sum(b.numel() for b in found) <= SMALL_BYTES else None
+    def outgoing(own: Own, host: int, into: Memory) -> int:
+        at = DATA_AT
+        spans: list[list[Span]] = []
+        for i in range(len(own.slots)):
+            of = own.request(i)
+            into.write(at, of)
+            at += room
+            spans.append(spans_of([n * item for n in table_in(of, size)[0]]))
+        fits = all(own.data_bytes(i) == of_rank[-1][1] for i, of_rank in enumerate(spans))
+        blocks = [(i, *of_rank[r]) for i, of_rank in enumerate(spans) for r in layout.hosts[host]]
+        went[host] = int(fits and sum(end - start for _, start, end in blocks) <= SMALL_BYTES)
+        if went[host]:
+            for i, start, end in blocks:
+                into.move(at, own.slots[i], own.data_at(i) + start, end - start)
+                at += end - start
+        return at - DATA_AT
 
-    def outgoing(own: Shown, host: int) -> list[Tensor]:
-        found = blocks(own, host)
-        went[host] = found is not None
-        return found or []
+    def outcome(own: Own, came: dict[int, Message], reply: Memory) -> bool:
+        requests = [b""] * size
+        for i, r in enumerate(layout.mine):
+            requests[r] = own.request(i)
+        for host, message in came.items():
+            for i, r in enumerate(layout.hosts[host]):
+                requests[r] = message.memory.read(DATA_AT + i * room, DATA_AT + (i + 1) * room)
+        if misfits(requests):
+            return False
+        arrived = [0] * layout.count
+        found: dict[tuple[int, int], tuple[Memory, int, int]] = {}  # by sender and receiver: where it is
+        for host, message in came.items():
+            at = DATA_AT + len(layout.hosts[host]) * room
+            arrived[host] = int(_block_bytes(requests, layout.hosts[host], layout.mine, size, item) == (
+                message.data_bytes - (at - DATA_AT)
+            ))  # fmt: skip
+            if arrived[host]:
+                for i in layout.hosts[host]:
+                    sent = table_in(requests[i], size)[0]
+                    for j in layout.mine:
+                        found[i, j] = (message.memory, at, sent[j] * item)
+                        at += sent[j] * item
+        places, at = [], places_at + 8 * len(layout.mine)
+        for j in layout.mine:
+            places.append(at)
+            for memory, start, n in (found[pair] for pair in sorted(found) if pair[1] == j):
+                reply.move(at, memory, start, n)
+                at += n
+        reply.write(RESULT_AT, bytes([*went, *arrived]) + struct.pack(f"<{len(places)}Q", *places))
+        return True
 
-    def outcome(shown: list[Shown], reply: Tensor) -> None:
-        came = [0] * layout.count
-        parts: dict[tuple[int, int], Tensor] = {}
-        for host in layout.others:
-            of_host = [table_in(of, size)[0] for of in shown[host].requests]
-            sizes = [sent[r] * item for sent in of_host for r in layout.mine]
-            if sum(sizes) == shown[host].data.numel():
-                came[host] = 1
-                pairs = [(i, j) for i in layout.hosts[host] for j in layout.mine]
-                parts |= dict(zip(pairs, torch.split(shown[host].data, sizes), strict=True))
-        by_rank = [[parts[pair] for pair in sorted(parts) if pair[1] == j] for j in layout.mine]
-        ends, flags = [], 2 * layout.count
-        at = flags + 8 * len(layout.mine)
-        at += -at % 16
-        for mine in by_rank:
-            ends.append(at)
-            for part in mine:
-                reply[at : at + part.numel()] = part
-                at += part.numel()
-        reply[:flags] = torch.tensor([*went, *came], dtype=torch.uint8)
-        places = struct.pack(f"<{len(ends)}Q", *ends)
-        write_bytes(reply, flags, places)
-
-    differing, reply = agree(t, request.bytes, data, outgoing, outcome)
-    t.raise_mismatch(request, differing)
-    count = layout.count
-    went, came = reply[:count].tolist(), reply[count : 2 * count].tolist()
-    places = read_bytes(reply, 2 * count, 2 * count + 8 * len(layout.mine))
-    at = struct.unpack(f"<{len(layout.mine)}Q", places)[layout.local]
+    t.raise_mismatch(request, agree(t, request.bytes, data, outgoing, outcome))
+    reply, count = t.slots.reply, layout.count
+    told = reply.read(RESULT_AT, places_at + 8 * len(layout.mine))
+    went, arrived = list(told[:count]), list(told[count:flags])
+    at = struct.unpack_from(f"<{len(layout.mine)}Q", told, flags)[layout.local]
     for r, output in enumerate(outputs):
-        if layout.host_of[r] != layout.host and came[layout.host_of[r]] and output.numel():
-            as_bytes(output).copy_(reply[at : at + output.nbytes])
+        if layout.host_of[r] != layout.host and arrived[layout.host_of[r]] and output.numel():
+            reply.take(at, output)
             at += output.nbytes
-    return {h for h in layout.others if not came[h]} | {-1 - h for h in layout.others if not went[h]}
+    return {h for h in layout.others if not arrived[h]} | {-1 - h for h in layout.others if not went[h]}
+
+
+def _block_bytes(
+    requests: Sequence[bytes], senders: Sequence[int], receivers: Sequence[int], size: int, item: int
+) -> int:
+    tables = [table_in(requests[i], size)[0] for i in senders]
+    return sum(sent[j] for sent in tables for j in receivers) * item

@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from ctypes import addressof, c_int64
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from ...base.counter import Counter
 from ...base.errors import ClosedError, MismatchError, UnisonoError
 from ...base.handle import Handle
 from ...base.tensors import empty
-from ..agreement import compare, misfits
+from ..agreement import compare
 from ..pending import ProgressThread
 from ..protocol import Seconds
 from . import bulk, control
@@ -33,9 +34,11 @@ from .layout import Layout
 from .links import Bulk, Links, Word
 from .messages import Mailbox
 from .requests import HostsRequest
+from .waiting import Arrivals, are_here
 
-_DIGEST_BYTES = 8
 _ADVANCE_EVERY_S = 0.0002
+_LOOK_EVERY_S = 0.001
+_LONG_S = 0.02
 _INSIDE_LONGER_S = 0.25
 
 
@@ -54,7 +57,7 @@ class HostsGroup:
         self.name, self.id, self.timeout_s = name, id, timeout_s
         self.links = Links(engine, context, id, numbers, layout.rank)
         self._checker = _core.Communicator(layout.rank, layout.size)
-        self._watch = torch.zeros(1, dtype=torch.int64)
+        self._watch = c_int64()  # counts what was heard
         self._pid = os.getpid()
         self._calls = Counter()
         self.calls = 0
@@ -74,6 +77,7 @@ class HostsGroup:
         self._progress = ProgressThread()
         self._scratch: dict[str, Tensor] = {}
         self._last: Bulk | None = None  # its last messages may still be on their way
+        self._arrivals = Arrivals(engine)
         self.slots = Slots(self)
         self.mailbox = Mailbox(self)
         self._control = Control(self)
@@ -187,15 +191,20 @@ class HostsGroup:
     def await_words(self, words: list[Word], hosts: Sequence[int]) -> None:
         """Waits for messages from hosts."""
         advance = self.links.engine.needs_advance
+        began = time.monotonic()
         while words:
-            seen = int(self._watch[0])
+            seen = self._watch.value
             self.check_alive(self._verb, self._seq)
             left_s = self._left_s()
-            if advance:
+            limit_s = min(left_s, _ADVANCE_EVERY_S) if advance else left_s
+            if self._arrivals.can_wait:
+                if self._arrivals.wait(words, min(left_s, _LOOK_EVERY_S)):
+                    return
+                # A look at the others, and with time for messages inside the host if it takes long.
+                limit_s = 0.0 if time.monotonic() < began + _LONG_S else _LOOK_EVERY_S
+            elif advance:
                 self.links.engine.advance()
-            outcome = self.comm.await_words(
-                words, self._watch.data_ptr(), seen, min(left_s, _ADVANCE_EVERY_S) if advance else left_s
-            )
+            outcome = self.comm.await_words(words, addressof(self._watch), seen, limit_s)
             if outcome == 0:
                 return
             if outcome == 2:
@@ -205,11 +214,13 @@ class HostsGroup:
 
     def await_headers(self, headers: Sequence[Headers], seq: int) -> None:
         """Waits for the other leaders' headers of a call."""
-        missing = list(headers)
-        while missing:  # one by one, so that a time-out names who was silent
-            self.await_words([missing[0].first_word(seq)], [h.host for h in missing])
-            missing = [h for h in missing if not h.has_come(seq)]
-        self.await_words([h.last_word(seq) for h in headers], [h.host for h in headers])
+        hosts = [h.host for h in headers]
+        for i, header in enumerate(headers):  # one by one, so that a time-out names who was silent
+            for word in (header.first_word, header.last_word):
+                address, value = word(seq)
+                if not are_here([(address, value)]):
+                    silent = [h.host for h in headers[i:] if not h.has_come(seq)]
+                    self.await_words([(address, value)], silent or hosts[i : i + 1])
 
     def settle(self, large: Bulk, received: Sequence[int], sent: Sequence[int]) -> None:
         """Ends the messages of a call: tells those of which something was received, and hears it from the others."""
@@ -225,14 +236,6 @@ class HostsGroup:
         return [held[i * row : i * row + length * dtype.itemsize].view(dtype) for i in range(count)]
 
     # -- ranks that disagree
-
-    def fits(self, requests: Sequence[bytes]) -> bool:
-        """Whether these ranks were asked for the same; of all ranks also whether they send what is expected."""
-        digest = requests[0][:_DIGEST_BYTES]
-        if any(r[:_DIGEST_BYTES] != digest for r in requests):
-            return False
-        has_table = len(requests[0]) > 256
-        return not (len(requests) == self.size and has_table and misfits(requests))
 
     def raise_mismatch(self, request: HostsRequest, requests: Sequence[bytes] | None) -> None:
         if requests is None:
@@ -326,7 +329,7 @@ class HostsGroup:
         with self._lock:
             for r, n in calls.items():
                 self._left.setdefault(r, (n, why))
-        self._watch[0] += 1
+        self._watch.value += 1
 
     def fail(self, cause: Cause, tell: bool = True) -> None:
         """Gives the group up on all ranks; the first cause counts."""
@@ -339,7 +342,7 @@ class HostsGroup:
                 self._control.tell(what)
             self.comm.abort(cause.written())  # for the same reason inside the host
             self.failure = cause
-        self._watch[0] += 1
+        self._watch.value += 1
         self.mailbox.fail()
 
     def abort(self, reason: str) -> None:
@@ -357,11 +360,12 @@ class HostsGroup:
         with self._lock:
             if self.failure is None:
                 self.failure = Cause(CLOSED, (), "the group was closed on this rank")
-        self._watch[0] += 1
+        self._watch.value += 1
         control.unwatch(self)
         self.mailbox.fail()
         self.comm.close(reason, linger_s)
         self._control.leave(self._done, reason)
+        self._arrivals.close()
 
 
 class _Large:

@@ -16,7 +16,7 @@ from ..backend import flat, round_products
 from ..outputs import are_shapes
 from ..protocol import Counts, Factor, Output, Seconds, Tensors
 from . import bulk, small
-from .agreement import SMALL_BYTES
+from .agreement import RESULT_AT, SMALL_BYTES
 from .layout import spans_of
 from .messages import Inside
 from .reduction import Reduction
@@ -118,7 +118,7 @@ class HostsTransport(HostsGroup):
                 counts[root] = source.numel()
                 got = small.gather(self, request, source if self.rank == root else None, counts, source.element_size())
                 if self.rank != root:
-                    into.copy_(_typed(got, into))
+                    got.take(RESULT_AT, into)
             else:
                 small.begin(self, request)
                 with self._bulk() as large:
@@ -139,8 +139,10 @@ class HostsTransport(HostsGroup):
             request = HostsRequest(self.size, seq, "all_gather", source.dtype, each)
             if sum(each) * source.element_size() <= SMALL_BYTES:
                 got = small.gather(self, request, source, each, source.element_size())
-                got = _typed(got, source)
-                _deal(got, [flat(target)] if parts is None else parts)
+                at = RESULT_AT
+                for part in [flat(target)] if parts is None else parts:
+                    got.take(at, part)
+                    at += part.nbytes
                 return
             small.begin(self, request)
             into = flat(target) if parts is None else empty(sum(each), dtype=source.dtype)
@@ -325,11 +327,6 @@ class HostsTransport(HostsGroup):
             return flat(tensors), [p.numel() for p in self._parts(tensors, counts)]
         parts = [flat(t) for t in tensors]
         return torch.cat(parts), [p.numel() for p in parts]
-
-
-def _typed(data: Tensor, like: Tensor) -> Tensor:
-    """Bytes as a flat tensor of another's dtype."""
-    return data.view(like.dtype) if data.numel() else like.new_empty(0)
 
 
 def _deal(whole: Tensor, parts: Sequence[Tensor]) -> None:
