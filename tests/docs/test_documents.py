@@ -96,6 +96,11 @@ def test_no_machine_is_named():
             assert not home.search(path.read_text()), name
 
 
+def test_every_public_name_is_in_the_reference():
+    named = set(re.findall(r":: (?:unisono\.)?(\w+)$", (ROOT / "docs/api.md").read_text(), re.M))
+    assert set(unisono.__all__) <= named
+
+
 def test_every_async_op_says_when_results_may_be_read():
     for owner in (unisono.Group, unisono, unisono.comm_func):
         for name, function in inspect.getmembers(owner, callable):
