@@ -32,6 +32,7 @@ from . import rendezvous, survivors
 Tensors: TypeAlias = Tensor | Sequence[Tensor]
 Counts: TypeAlias = Sequence[int] | None
 Seconds: TypeAlias = float | None
+Op: TypeAlias = "str | torch.distributed.ReduceOp | torch.distributed.ReduceOp.RedOpType"
 
 _LINGER_S = 0.2  # how long close() waits for the others to close too
 _open_groups: weakref.WeakSet[Group] = weakref.WeakSet()
@@ -57,15 +58,21 @@ class Group:
     [[3.0, 3.0], [3.0, 3.0]]
     """
 
+    rank: int = -1  #: This process's number in the group, 0 … size-1.
+    size: int = 0  #: How many ranks there are.
+    name: str = ""  #: What errors call the group.
+    key: str = ""  #: A name that no other group of this process has.
+    ranks: list[int]  #: The members' numbers in the group this one was split from.
+
     def __init__(
         self, comm: _core.Communicator, ranks: Sequence[int], timeout_s: float, store: Store | None = None
     ) -> None:
         self.transport = comm  # what moves the data; see transport/protocol.py
-        self.rank: int = comm.rank
-        self.size: int = comm.size
-        self.name: str = comm.name
-        self.key: str = f"{self.name}@unisono{_numbers.next()}"
-        self.ranks: list[int] = list(ranks)
+        self.rank = comm.rank
+        self.size = comm.size
+        self.name = comm.name
+        self.key = f"{self.name}@unisono{_numbers.next()}"
+        self.ranks = list(ranks)
         self.timeout_s = timeout_s
         self._store = store
         self._splits = Counter()
@@ -240,7 +247,7 @@ class Group:
     def all_reduce(
         self,
         tensor: Tensor,
-        op: Any = "sum",
+        op: Op = "sum",
         *,
         out: Tensor | None = None,
         factor: float | None = None,
@@ -262,7 +269,7 @@ class Group:
         self,
         tensor: Tensor,
         root: int,
-        op: Any = "sum",
+        op: Op = "sum",
         *,
         out: Tensor | None = None,
         factor: float | None = None,
@@ -309,7 +316,7 @@ class Group:
         output: Tensor,
         input: Tensors,
         counts: Counts = None,
-        op: Any = "sum",
+        op: Op = "sum",
         *,
         factor: float | None = None,
         async_op: bool = False,
