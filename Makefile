@@ -17,13 +17,13 @@ FIXED_ADDRESSES := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE \
 	$(shell find core src \( -type d ! -name __pycache__ \) -o -name '*.cc' -o -name '*.h' -o -name '*.py' -o -name '*.pyi' -o -name py.typed)
 CXX_FILES = $(shell find core tests/core -name '*.h' -o -name '*.cc')
-REQUIREMENTS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
-	print(*p["build-system"]["requires"], *p["project"]["optional-dependencies"]["dev"], "cmake>=3.20", "ninja", sep="\n")
+# Prints what pyproject.toml asks for under the extras named; Python 3.10 has no tomllib, but the one in pip.
+REQUIREMENTS := import sys; toml = "tomllib" if sys.version_info >= (3, 11) else "pip._vendor.tomli"; \
+	p = __import__(toml, fromlist=["load"]).load(open("pyproject.toml", "rb")); \
+	print(*p["build-system"]["requires"], "cmake>=3.20", "ninja", sep="\n"); \
+	[print(*p["project"]["optional-dependencies"][extra], sep="\n") for extra in sys.argv[1:]]
 
-EXTRA := import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
-	print(*p["project"]["optional-dependencies"][sys.argv[1]], sep="\n")
-
-.PHONY: arm docs wheel injected fuzz help demo test test-slow bench conformance mutation faults soak lint format core-test sanitize sanitize-python install clean
+.PHONY: arm coverage docs stubs tidy wheel wheel-test injected fuzz help demo test test-slow bench conformance mutation faults soak lint format core-test sanitize sanitize-python install clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -65,6 +65,29 @@ format: .venv/tools.done  ## put all files into the common style
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	$(if $(CXX_FILES),$(CLANG_FORMAT) -i $(CXX_FILES))
+
+stubs: .venv/package.done  ## are the stubs of the C++ modules what the modules have?
+	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml unisono._core unisono._yardstick
+
+tidy: .venv/tools.done  ## clang-tidy on the core, with the checks of .clang-tidy (some minutes)
+	$(PIP) -q clang-tidy==20.1.0
+	$(CMAKE) -S . -B build/tidy -G Ninja -DUNISONO_MODULE=OFF -DCMAKE_EXPORT_COMPILE_COMMANDS=ON
+	printf '%s\n' $(filter-out core/python/% %/module.cc,$(filter core/%.cc,$(CXX_FILES))) | \
+		$(TOOLS_PATH) xargs -P 2 -n 4 clang-tidy -p build/tidy --quiet --warnings-as-errors='*' $(ARGS)
+
+# Python: a part of the tests that reaches most of the package without the long ones. C++: the tests of the core.
+COVERED_TESTS ?= tests/api tests/uneven tests/functional tests/torch_backend tests/testing tests/trace tests/cli
+coverage: .venv/package.done  ## how much of the code tests reach, Python and C++: two tables (some minutes)
+	$(PIP) -q 'coverage>=7.10' 'gcovr>=8'
+	$(PY) -m coverage erase
+	$(PY) -m coverage run -m pytest -q $(COVERED_TESTS) $(ARGS)
+	$(PY) -m coverage combine -q
+	$(PY) -m coverage report --skip-covered --sort=cover
+	$(CMAKE) -S . -B build/coverage -G Ninja -DUNISONO_MODULE=OFF -DUNISONO_TESTS=ON -DCMAKE_BUILD_TYPE=Debug \
+		-DCMAKE_CXX_FLAGS='--coverage -O1 -fprofile-update=atomic'
+	$(CMAKE) --build build/coverage
+	$(CTEST) --test-dir build/coverage --output-on-failure --no-tests=error
+	$(PY) -m gcovr -r . --filter core/ build/coverage --print-summary
 
 core-test: .venv/tools.done  ## build and run the C++ tests
 	$(call run_core_tests,build/core-test,)
@@ -117,21 +140,28 @@ fuzz: .venv/tools.done  ## a hostile peer's hellos, heap and messages, under the
 	UNISONO_FUZZ_SECONDS=$(FUZZ_SECONDS) $(if $(SEED),UNISONO_FUZZ_SEED=$(SEED)) build/core-address/test_fuzz
 
 docs: .venv/package.done  ## build the documentation into build/docs
-	$(PY) -c '$(EXTRA)' docs > .venv/docs.txt
+	$(PY) -c '$(REQUIREMENTS)' docs > .venv/docs.txt
 	$(PIP) -q -r .venv/docs.txt
 	$(PY) -m sphinx -W --keep-going -q -b html docs build/docs
 
-wheel: .venv/tools.done  ## a wheel and an sdist in dist/, tried in a clean environment without compiler or sources
-	$(PY) -c '$(EXTRA)' release > .venv/release.txt
-	$(PIP) -q -r .venv/release.txt
-	rm -rf dist build/wheel build/smoke
-	$(TOOLS_PATH) $(PY) -m build --no-isolation --sdist --outdir dist .
-	$(TOOLS_PATH) $(PY) -m pip --disable-pip-version-check wheel -q --no-build-isolation --no-deps -w build/wheel dist/unisono-*.tar.gz
-	$(TOOLS_PATH) $(PY) -m auditwheel repair -w dist build/wheel/*.whl
-	$(PYTHON) -m venv build/smoke
-	build/smoke/bin/python -m pip --disable-pip-version-check install -q '$(TORCH)' numpy
-	build/smoke/bin/python -m pip --disable-pip-version-check install -q dist/unisono-*.whl
-	cd build/smoke && env -i PATH="$$PWD/bin" HOME="$$PWD" bin/python -m unisono doctor
+# The wheel of Python 3.12 uses the stable ABI and serves all later ones: PYTHON=python3.10, python3.11, python3.12.
+WHEEL_PATH := PATH="$$PWD/build/wheel/env/bin:$$PATH"
+wheel:  ## an sdist, and from it a manylinux wheel for PYTHON, in dist/; needs no torch
+	rm -rf build/wheel
+	$(PYTHON) -m venv build/wheel/env
+	build/wheel/env/bin/python -c '$(REQUIREMENTS)' release > build/wheel/tools.txt
+	build/wheel/env/bin/python -m pip --disable-pip-version-check install -q -r build/wheel/tools.txt
+	$(WHEEL_PATH) build/wheel/env/bin/python -m build --no-isolation --sdist --outdir dist .
+	$(WHEEL_PATH) build/wheel/env/bin/python -m pip --disable-pip-version-check wheel -q --no-build-isolation --no-deps \
+		-w build/wheel dist/unisono-*.tar.gz
+	$(WHEEL_PATH) build/wheel/env/bin/python -m auditwheel repair -w dist build/wheel/*.whl
+
+# SMOKE may be an environment that has torch already.
+SMOKE ?= build/smoke
+wheel-test:  ## installs the wheel from dist/ where there is no compiler and no source, and tries it there
+	test -d $(SMOKE) || { $(PYTHON) -m venv $(SMOKE) && $(SMOKE)/bin/python -m pip install -q '$(TORCH)' numpy; }
+	$(SMOKE)/bin/python -m pip --disable-pip-version-check install -q --no-index --no-deps --force-reinstall --find-links dist unisono
+	cd $(SMOKE) && env -i PATH="$$PWD/bin" HOME="$$PWD" LD_LIBRARY_PATH="$$LD_LIBRARY_PATH" bin/python -m unisono doctor
 
 install: .venv/package.done  ## only set everything up
 
@@ -161,7 +191,7 @@ endef
 	@touch $@
 
 .venv/tools.done: .venv/torch.done pyproject.toml
-	$(PY) -c '$(REQUIREMENTS)' > .venv/tools.txt
+	$(PY) -c '$(REQUIREMENTS)' dev > .venv/tools.txt
 	$(PIP) -r .venv/tools.txt
 	@touch $@
 

@@ -10,7 +10,12 @@ html_theme = "furo"
 html_title = f"unisono {release}"
 exclude_patterns = ["_build"]
 autodoc_member_order = "groupwise"
-autodoc_typehints = "description"
+autodoc_default_options = {"exclude-members": "__init__, __new__"}
+python_maximum_signature_line_length = 90  # longer ones get a line per argument
+highlight_language = "none"  # blocks without a language are commands and output
+autodoc_class_signature = "separated"  # groups and handles are made by functions, not by their constructors
+html_show_copyright = False
+pygments_style = "tango"  # lines of a diff in red and green
 nitpicky = False
 myst_heading_anchors = 3
 # Files of the repository that pages link to but that are no pages.

@@ -23,8 +23,7 @@ DIM, HEADS, KV_HEADS, HEAD, HIDDEN, LAYERS, VOCABULARY = 1024, 16, 8, 64, 2752, 
 def rotated(x, at):
     """Rotary positions, from position `at` on."""
     angles = torch.outer(torch.arange(at, at + x.shape[-2]), 10000.0 ** -torch.arange(0, 1, 2 / HEAD))
-    a, b = x.float().chunk(2, dim=-1)
-    cos, sin = angles.cos(), angles.sin()
+    (a, b), cos, sin = x.float().chunk(2, dim=-1), angles.cos(), angles.sin()
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
 
 
@@ -54,8 +53,7 @@ class Block(nn.Module):
 
     def forward(self, x, past):
         y, past = self.attention(self.norm(x), past)
-        x = x + y
-        h = self.norm_2(x)
+        h = self.norm_2(x := x + y)
         return x + self.down_proj(F.silu(self.gate_proj(h)) * self.up_proj(h)), past
 
 
@@ -82,8 +80,7 @@ def generate(group, order, count, dtype):
     for _ in range(count):
         logits, past = model(tokens, past)
         digest.update(logits.view(torch.uint8).numpy().tobytes())
-        tokens = logits.argmax(-1, keepdim=True)
-        made.append(tokens.item())
+        made.append((tokens := logits.argmax(-1, keepdim=True)).item())
     return made, digest.hexdigest()[:16]
 
 

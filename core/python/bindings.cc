@@ -11,6 +11,7 @@
 #include "memory/dump.h"
 #include "memory/limits.h"
 #include "python/communicator.h"
+#include "python/gradients.h"
 #include "python/listener.h"
 #include "python/memory.h"
 #include "python/products.h"
@@ -100,6 +101,7 @@ void add_functions(nb::module_& m) {
          const std::string& trace_folder, int trace_signal, uint64_t heap_max, int64_t spin_us,
          uint64_t fork_copy_max) {
         learn_tensor_type(tensor);
+        learn_gradients(tensor);
         learn_reduce_ops(reduce_op);
         learn_torch();
         hooks = {std::move(make_error), std::move(make_argument_error), std::move(handle), std::move(warn)};

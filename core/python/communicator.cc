@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "kernels/epilogue.h"
+#include "python/gradients.h"
 #include "python/sites.h"
 #include "python/tensors.h"
 
@@ -371,6 +372,8 @@ Communicator::Made Communicator::make_outputs(nb::handle& outputs, nb::handle& i
 
 nb::object Communicator::run(Collected& c, nb::handle timeout_s, bool async_op, nb::handle outputs) {
   c.call.timeout_ns = call_timeout_ns(timeout_s);
+  const bool has_input = c.tensors[1].is_valid(), in_place = !has_input && (!c.call.out || c.call.out == c.call.in);
+  warn_if_gradient_is_cut(c.tensors[has_input], in_place, c.call.verb);
   if (!engine_) return nb::none();
   c.call.in_parts = c.in.data();
   c.call.out_parts = c.out.data();
@@ -430,6 +433,7 @@ nb::object Communicator::exchange_message(Verb verb, nb::handle tensor, int peer
   call.tag = message->tag = whole_number(tag, "tag");
   const View view = view_tensor(tensor, "tensor");
   message->sending = verb == Verb::send;
+  if (message->sending) warn_if_gradient_is_cut(tensor, false, verb);
   message->data = view.data;
   message->bytes = view.bytes();
   message->dtype = view.dtype;

@@ -1,4 +1,4 @@
-"""unisono: collective communication for PyTorch between processes of one host, through shared memory.
+"""unisono: collective communication for PyTorch on CPUs, through shared memory on a host and by gloo between hosts::
 
     group = unisono.Group.from_env()                    # under torchrun
     group.all_reduce(tensor)                            # in place, the same bits on every rank

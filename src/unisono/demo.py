@@ -25,9 +25,16 @@ if TYPE_CHECKING:
     from unisono.group.group import Group
 
 SPLITS = [2, 3]  # rows of rank 0 and rank 1
-COLUMNS = 4
-SIZES = {"1 KiB": 1 << 10, "256 KiB": 1 << 18, "16 MiB": 1 << 24, "64 MiB": 1 << 26}
+COLUMNS = 2
+WIDTH = 5  # of a number in a box
+SIZES = {"1 KiB": 1 << 10, "256 KiB": 1 << 18, "16 MiB": 1 << 24}
 COLORS = ["36", "33"]  # of what comes from rank 0 and rank 1
+
+NEXT = """
+Next, with .venv/bin (or your own environment's) in the PATH:
+  unisono doctor                                                    is this machine fit for it?
+  torchrun --nproc-per-node=2 examples/tensor_parallel_block.py     tokens per second against gloo
+  docs/start.md                                                     your own program, in ten minutes"""
 
 Rows = list[list[float]]
 Owners = list[list[int]]  # for each rank, the ranks that its rows belong to
@@ -138,25 +145,24 @@ def paint(text: str, code: str) -> str:
 
 def draw_rows(title: str, rows: Rows, owners: Sequence[int], note: str) -> list[str]:
     """A box of rows, each in the colour of the rank it belongs to and with that rank's number beside it."""
-    width = 6 * COLUMNS + 1
+    width = WIDTH * COLUMNS + 1
     lines = [f"{title:<{width + 6}}", "┌" + "─" * width + "┐    "]
     for row, owner in zip(rows, owners, strict=True):
-        cells = "".join(f"{value:6g}" for value in row) + " "
+        cells = "".join(f"{value:{WIDTH}g}" for value in row) + " "
         lines.append("│" + paint(cells, COLORS[owner]) + "│" + f"{note}{owner} ".rjust(4))
     lines.append("└" + "─" * width + "┘    ")
     return lines
 
 
 def put_beside(boxes: list[list[str]]) -> str:
-    blank = " " * (6 * COLUMNS + 7)
+    blank = " " * (WIDTH * COLUMNS + 7)
     return "\n".join("  " + "  ".join(line).rstrip() for line in zip_longest(*boxes, fillvalue=blank))
 
 
 def draw_call(inputs: list[Rows], given: Owners, note: str, results: list[Rows], got: Owners) -> str:
-    """What both ranks give and, below it, what they get; `given` and `got` say which ranks the rows belong to."""
-    above = [draw_rows(f"rank {rank} gives", inputs[rank], given[rank], note) for rank in (0, 1)]
-    below = [draw_rows(f"rank {rank} gets", results[rank], got[rank], "r") for rank in (0, 1)]
-    return put_beside(above) + "\n" + put_beside(below)
+    """What both ranks give and, beside it, what they get; `given` and `got` say which ranks the rows belong to."""
+    left = [draw_rows(f"rank {rank} gives", inputs[rank], given[rank], note) for rank in (0, 1)]
+    return put_beside(left + [draw_rows(f"rank {rank} gets", results[rank], got[rank], "r") for rank in (0, 1)])
 
 
 def check(gathered: list[Rows], scattered: list[Rows]) -> bool:
@@ -199,22 +205,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     first, second = SPLITS
     parts = [[0] * first, [1] * second]
     whole = [parts[0] + parts[1]] * 2
-    print(f"Uneven all-gather, splits {SPLITS}: rank 0 gives {first} rows, rank 1 {second}, both get all.\n")
+    print(f"Uneven all-gather, splits {SPLITS}: rank 0 gives {first} rows, rank 1 {second}, both get all.")
     print(draw_call([gather_input(rank).tolist() for rank in (0, 1)], parts, "r", gathered, whole))
-    print(f"\nUneven reduce-scatter, splits {SPLITS}: rank 0 gets {first} rows of the sum, rank 1 {second}.\n")
+    print(f"\nUneven reduce-scatter, splits {SPLITS}: rank 0 gets {first} rows of the sum, rank 1 {second}.")
     print(draw_call([scatter_input(rank).tolist() for rank in (0, 1)], whole, "→", scattered, parts))
     if not check(gathered, scattered):
         print("\nWRONG: the results differ from the reference computed on one process.")
         return 1
-    print("\nchecked: equal to the reference on every rank")
+    print("checked: equal to the reference on every rank")
     if options.no_times:
+        print(NEXT)
         return 0
 
+    if sys.stderr.isatty():
+        print(f"measuring, about {len(SIZES) * 4 * options.seconds + 2:.0f} s …", end="\r", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="unisono-demo-") as folder:
         by_rank = run_ranks(2, time_both, os.path.join(folder, "gloo"), options.seconds, env=env, timeout_s=300.0)
     print("\nTimes on the same float32 tensors, split 1:3, medians. For gloo, the fastest ways found:")
-    print("a broadcast per rank, all at once; an uneven all-to-all followed by a sum.\n")
+    print("a broadcast per rank, all at once; an uneven all-to-all followed by a sum.")
     print(draw_times(by_rank))
+    print(NEXT)
     return 0
 
 

@@ -19,6 +19,13 @@ def rows_for_elements(group):
     with pytest.raises(ValueError, match="add up to the 20 elements") as caught:
         group.all_gather(whole, part, counts=[2, 5])
     assert "rows" not in str(caught.value)
+    with pytest.raises(RuntimeError, match=r"splits are rows, not elements: for rows of 4 pass \[2, 3\]"):
+        unisono.all_gather_into_tensor_uneven(whole, part, [8, 12], group=group)
+    with pytest.raises(RuntimeError) as caught:
+        unisono.all_gather_into_tensor_uneven(whole, part, [9, 11], group=group)
+    assert "not elements" not in str(caught.value)
+    with pytest.raises(RuntimeError, match="elements, not rows: for rows of 4 pass 4 times as much"):
+        unisono.all_to_all_vc(torch.zeros(2, 4), torch.zeros(2, 4), [[1, 1], [1, 1]], group=group)
     group.barrier()
 
 

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import inspect
 import os
 import pathlib
 import re
@@ -9,6 +10,8 @@ import subprocess
 import sys
 
 import pytest
+
+import unisono
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
@@ -19,10 +22,9 @@ BLOCKS = [
     for i, block in enumerate(re.findall(r"```python\n(.*?)```", document.read_text(), re.S))
 ]
 MODULES = [
-    ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
+    ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
     for path in sorted(ROOT.glob("src/unisono/**/*.py"))
-    # The examples of unisono.testing start ranks, which cannot import a doctest.
-    if ">>> " in path.read_text() and path.parent.name != "testing"
+    if ">>> " in path.read_text()
 ]
 
 
@@ -33,7 +35,10 @@ def test_python_blocks_run(document, i, block, tmp_path):
     script.write_text(
         "import torch\n" + block + "\nif __name__ == '__main__':\n" + "\n".join([*tests, "    pass"]) + "\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    start = [sys.executable]
+    if "init_process_group(" in block and "run_ranks" not in block:  # a program for torchrun
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*start, str(script)], capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -47,10 +52,19 @@ def test_docstrings(module):
     assert failed == 0
 
 
+def anchors_of(document):
+    """The headings of a document, as GitHub and the site call them in links."""
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
 def test_links_lead_somewhere(document):
-    for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
-        assert (document.parent / target).exists(), target
+    for target, _, anchor in re.findall(r"\]\(([^)#:]*)(#([^)]+))?\)", document.read_text()):
+        path = document.parent / target if target else document
+        assert path.exists(), target
+        assert not anchor or anchor in anchors_of(path), f"{target}#{anchor}"
 
 
 def test_every_make_target_named_in_the_documents_exists():
@@ -80,3 +94,33 @@ def test_no_machine_is_named():
         path = ROOT / name
         if path.suffix in {".py", ".md", ".toml", ".cc", ".h", ".txt"} and os.path.samefile(path, __file__) is False:
             assert not home.search(path.read_text()), name
+
+
+def test_every_public_name_is_in_the_reference():
+    named = set(re.findall(r":: (?:unisono\.)?(\w+)$", (ROOT / "docs/api.md").read_text(), re.M))
+    assert set(unisono.__all__) <= named
+
+
+def test_every_async_op_says_when_results_may_be_read():
+    for owner in (unisono.Group, unisono, unisono.comm_func):
+        for name, function in inspect.getmembers(owner, callable):
+            if not name.startswith("_") and "async_op" in _parameters(function):
+                assert "wait()" in inspect.getdoc(function), f"{owner.__name__}.{name}"
+
+
+def _parameters(function):
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def test_one_python_and_one_torch_everywhere():
+    """What is needed is said alike in the documents and in pyproject.toml."""
+    project = (ROOT / "pyproject.toml").read_text()
+    python = re.search(r'requires-python = ">=([\d.]+)"', project)[1]
+    torch = re.search(r'dependencies = \["torch>=([\d.]+)"\]', project)[1]
+    for name in ("README.md", "CONTRIBUTING.md", "docs/start.md"):
+        text = (ROOT / name).read_text()
+        assert set(re.findall(r"Python ([\d.]+) or newer", text)) == {python}, name
+        assert set(re.findall(r"torch ([\d.]+) or newer", text)) <= {torch}, name

@@ -11,7 +11,7 @@ EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
 
 
 MOE = ("moe_tokens.py", ["--tokens", "300", "--width", "16", "--repeats", "1"], "true counts")
-ZERO = ("zero_at_borders.py", ["--width", "16", "--steps", "3", "--repeats", "1"], "of the memory")
+ZERO = ("zero_at_borders.py", ["--width", "16", "--steps", "3"], "of the memory")
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,11 @@ class Words:
 TORCH = Words()
 
 
-def check(splits: Sequence[int], rows: int, size: int, words: Words = TORCH) -> None:
-    """Raises unless the rows can be dealt out so: one number per rank that add up to ``rows``; none: equally."""
+def check(splits: Sequence[int], rows: int, size: int, words: Words = TORCH, row: int = 1) -> None:
+    """Raises unless the rows can be dealt out so: one number per rank that add up to ``rows``; none: equally.
+
+    ``row`` is the number of elements of one, for a hint.
+    """
     if not splits:
         if rows % size:
             raise words.kind(f"{words.uneven}\n{_expected_got(f'a multiple of {size} rows', rows)}")
@@ -105,7 +108,10 @@ def check(splits: Sequence[int], rows: int, size: int, words: Words = TORCH) -> 
         raise words.kind(f"{words.length}\n{_expected_got(f'{size} splits', len(splits))}")
     if sum(splits) != rows:
         got = f"{list(splits)}, which add up to {sum(splits)}"
-        raise words.kind(f"{words.total}\n{_expected_got(f'splits that add up to {rows}', got)}")
+        hint = ""
+        if sum(splits) == rows * row and not any(n % row for n in splits):
+            hint = f"\n  splits are rows, not elements: for rows of {row} pass {[n // row for n in splits]}"
+        raise words.kind(f"{words.total}\n{_expected_got(f'splits that add up to {rows}', got)}{hint}")
     if min(splits) < 0:
         raise ValueError(f"{words.negative}\n{_expected_got('0 or more rows each', list(splits))}")
 
@@ -119,7 +125,7 @@ def cut(splits: SplitsLike, rows: int, row: int, size: int, words: Words = TORCH
         if counts is not None:
             return counts
         given = splits_of(splits)
-    check(given, sum(given) if rows < 0 else rows, size, words)
+    check(given, sum(given) if rows < 0 else rows, size, words, row)
     return tuple([n * row for n in given or [rows // size] * size])
 
 
@@ -167,9 +173,14 @@ def check_exchange(
     sent, received = rows[rank], [row[rank] for row in rows]
     for name, tensor, wanted, what in (("input", input, sum(sent), "row"), ("output", output, sum(received), "column")):
         if tensor.numel() != wanted:
+            hint = ""
+            if tensor.dim() > 1 and tensor.shape[0] == wanted:
+                row = tensor.numel() // wanted
+                hint = f"\n  the counts are elements, not rows: for rows of {row} pass {row} times as much"
             raise RuntimeError(
                 "Split sizes doesn't match total dim 0 size\n"
                 + _expected_got(f"an '{name}' of {wanted} elements, {what} {rank} of the matrix", tensor.numel())
+                + hint
             )
     if _overlap(input.data_ptr(), input.nbytes, output.data_ptr(), output.nbytes):
         raise ValueError("'output' overlaps 'input'\n" + _expected_got("tensors apart from each other", "shared bytes"))

@@ -1,4 +1,4 @@
-"""Functional collectives: the input is left alone, the result is returned, differentiable and ready for torch.compile.
+"""Functional collectives: the input is left alone, the result is returned, differentiable and ready for torch.compile::
 
     from unisono import comm_func
 

@@ -28,6 +28,8 @@ def all_reduce(
         rank 1  [10, 20]  ->  [11, 22]
 
     ``op`` is sum, prod, min, max, avg, or a torch ReduceOp. Differentiable.
+
+    With ``async_op=True``: read no result and change no input before the handle's ``wait()``.
     """
     op, factor = (op, None) if op is SUM else reduction("all_reduce", op)
     made = transport("all_reduce", group, tensor).all_reduce(tensor, -1, op, factor, None, async_op)
@@ -43,6 +45,8 @@ def all_gather_into_tensor(
         rank 1  [10, 20]  ->  [1, 2, 10, 20]
 
     Tensors must have the same shape on all ranks; a 0-dim tensor counts as one row. Differentiable.
+
+    With ``async_op=True``: read no result and change no input before the handle's ``wait()``.
     """
     made = transport("all_gather_into_tensor", group, tensor).all_gather(-1, tensor, None, None, async_op)
     return (made.outputs, made) if async_op else (made, None)
@@ -57,6 +61,8 @@ def all_gather_into_tensor_uneven(
                         rank 1  [10, 20]    ->  [1, 10, 20]
 
     None, or an empty list: all ranks have as many as this one. Differentiable.
+
+    With ``async_op=True``: read no result and change no input before the handle's ``wait()``.
     """
     found = transport("all_gather_into_tensor_uneven", group, tensor)
     rows, counts = uneven_rows(output_split_sizes, tensor, found.rank, found.size, gathers=True)
@@ -73,6 +79,8 @@ def reduce_scatter_tensor(
         rank 1  [10, 20]  ->   [22]
 
     Dimension 0 must be a multiple of the group's size. Differentiable.
+
+    With ``async_op=True``: read no result and change no input before the handle's ``wait()``.
     """
     op, factor = (op, None) if op is SUM else reduction("reduce_scatter_tensor", op)
     found = transport("reduce_scatter_tensor", group, tensor)
@@ -93,6 +101,8 @@ def reduce_scatter_tensor_uneven(
                         rank 1  [10, 20, 30]    ->  [22, 33]
 
     None, or an empty list: equal shares. Differentiable.
+
+    With ``async_op=True``: read no result and change no input before the handle's ``wait()``.
     """
     op, factor = (op, None) if op is SUM else reduction("reduce_scatter_tensor_uneven", op)
     found = transport("reduce_scatter_tensor_uneven", group, tensor)

@@ -33,6 +33,8 @@ def all_to_all_with_output_shape(
         rank 1  input [10, 20], [30]   shapes (2), (1)    ->  [2, 3], [30]
 
     A tensor in ``output_shape_list`` gives its shape. Differentiable.
+
+    With ``async_op=True``: read no result and change no input before the handle's ``wait()``.
     """
     function = "all_to_all_with_output_shape"
     found = transport_of_all(function, group, input_tensor_list)
@@ -75,6 +77,8 @@ def all_to_all_single_with_output_shape(
         rank 1  [10, 20]    sends 1 and 1, receives 2 and 1   ->  [2, 3, 20]
 
     Splits are rows of dimension 0, for or from each rank; None or an empty list: equal shares. Differentiable.
+
+    With ``async_op=True``: read no result and change no input before the handle's ``wait()``.
     """
     function = "all_to_all_single_with_output_shape"
     if not isinstance(tensor, Tensor):
@@ -105,6 +109,8 @@ def all_to_all_v_c(
                               rank 1  [10, 20, 30]    ->    [1, 2, 3, 30]
 
     Writes into ``output``, and returns a handle if ``async_op``.
+
+    With ``async_op=True``: read no result and change no input before the handle's ``wait()``.
     """
     for tensor in (input, output):
         if not isinstance(tensor, Tensor):

@@ -89,12 +89,13 @@ def grouped_matmul_all_reduce(
     docs/same_bits.md. K must be cut between blocks, else it is an error; unequal parts and other numbers of ranks are
     fine if they are, but cost more.
 
+    >>> import torch, unisono
     >>> from unisono.testing import run_ranks
     >>> def main(group):
     ...     x = [torch.full((2, 4), 1.0 + group.rank)]
     ...     weight = [torch.ones(4, 3)]
     ...     return unisono.grouped_matmul_all_reduce(x, weight, group, bias=[torch.ones(3)])[0].tolist()
-    >>> run_ranks(2, main)                                                                    # doctest: +SKIP
+    >>> run_ranks(2, main)
     [[[13.0, 13.0, 13.0], [13.0, 13.0, 13.0]], [[13.0, 13.0, 13.0], [13.0, 13.0, 13.0]]]
     """
     what, options = "grouped_matmul_all_reduce", Options(scale, reduce_op, comm_turn, bias_mode, backward, order)

@@ -1,8 +1,9 @@
 """Groups of ranks, on one host or on several, with every verb as a method.
 
 A method only gives its arguments their order: the group's ``transport``, the core's communicator or on several hosts
-one over those, takes and checks what users write, and returns None, or with ``async_op=True`` a Handle. Results are the
-same bits on every rank, whatever the message size and wherever the tensors are.
+one over those, takes and checks what users write, and returns None, or with ``async_op=True`` a Handle: until its
+``wait()`` has returned, neither read the results nor write the inputs. Results are the same bits on every rank,
+whatever the message size and wherever the tensors are.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from . import rendezvous, survivors
 Tensors: TypeAlias = Tensor | Sequence[Tensor]
 Counts: TypeAlias = Sequence[int] | None
 Seconds: TypeAlias = float | None
+Op: TypeAlias = "str | torch.distributed.ReduceOp | torch.distributed.ReduceOp.RedOpType"
 
 _LINGER_S = 0.2  # how long close() waits for the others to close too
 _open_groups: weakref.WeakSet[Group] = weakref.WeakSet()
@@ -52,19 +54,25 @@ class Group:
     ...     t = torch.full((2,), float(group.rank + 1))
     ...     group.all_reduce(t)
     ...     return t.tolist()
-    >>> run_ranks(2, add)                                                                     # doctest: +SKIP
+    >>> run_ranks(2, add)
     [[3.0, 3.0], [3.0, 3.0]]
     """
+
+    rank: int = -1  #: This process's number in the group, 0 … size-1.
+    size: int = 0  #: How many ranks there are.
+    name: str = ""  #: What errors call the group.
+    key: str = ""  #: A name that no other group of this process has.
+    ranks: list[int]  #: The members' numbers in the group this one was split from.
 
     def __init__(
         self, comm: _core.Communicator, ranks: Sequence[int], timeout_s: float, store: Store | None = None
     ) -> None:
         self.transport = comm  # what moves the data; see transport/protocol.py
-        self.rank: int = comm.rank
-        self.size: int = comm.size
-        self.name: str = comm.name
-        self.key: str = f"{self.name}@unisono{_numbers.next()}"
-        self.ranks: list[int] = list(ranks)
+        self.rank = comm.rank
+        self.size = comm.size
+        self.name = comm.name
+        self.key = f"{self.name}@unisono{_numbers.next()}"
+        self.ranks = list(ranks)
         self.timeout_s = timeout_s
         self._store = store
         self._splits = Counter()
@@ -239,7 +247,7 @@ class Group:
     def all_reduce(
         self,
         tensor: Tensor,
-        op: Any = "sum",
+        op: Op = "sum",
         *,
         out: Tensor | None = None,
         factor: float | None = None,
@@ -252,6 +260,8 @@ class Group:
             rank 1  [10, 20]  ->  [11, 22]
 
         Autograd does not see it; :func:`unisono.comm_func.all_reduce` has a gradient.
+
+        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
         """
         return self.transport.all_reduce(tensor, out, op, factor, timeout_s, async_op)  # type: ignore[no-any-return]
 
@@ -259,20 +269,26 @@ class Group:
         self,
         tensor: Tensor,
         root: int,
-        op: Any = "sum",
+        op: Op = "sum",
         *,
         out: Tensor | None = None,
         factor: float | None = None,
         async_op: bool = False,
         timeout_s: Seconds = None,
     ) -> Handle | None:
-        """Combines a tensor over all ranks into the root's tensor (or its ``out``); the others' stay as they are."""
+        """Combines a tensor over all ranks into the root's tensor (or its ``out``); the others' stay as they are.
+
+        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
+        """
         return self.transport.reduce(tensor, root, out, op, factor, timeout_s, async_op)  # type: ignore[no-any-return]
 
     def broadcast(
         self, tensor: Tensor, root: int, *, async_op: bool = False, timeout_s: Seconds = None
     ) -> Handle | None:
-        """Copies the root's tensor into every other rank's."""
+        """Copies the root's tensor into every other rank's.
+
+        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
+        """
         return self.transport.broadcast(tensor, root, None, timeout_s, async_op)  # type: ignore[no-any-return]
 
     def all_gather(
@@ -290,6 +306,8 @@ class Group:
                             rank 1  [10, 20]    [1, 10, 20]
 
         ``output`` is one tensor, or a list of one tensor per rank. The input may be this rank's own part of the output.
+
+        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
         """
         return self.transport.all_gather(output, input, counts, timeout_s, async_op)  # type: ignore[no-any-return]
 
@@ -298,7 +316,7 @@ class Group:
         output: Tensor,
         input: Tensors,
         counts: Counts = None,
-        op: Any = "sum",
+        op: Op = "sum",
         *,
         factor: float | None = None,
         async_op: bool = False,
@@ -310,6 +328,8 @@ class Group:
                             rank 1  [10, 20, 30]     [22, 33]
 
         ``input`` is one tensor, or a list of one tensor per rank. The output may be this rank's own part of the input.
+
+        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
         """
         return self.transport.reduce_scatter(output, input, counts, op, factor, timeout_s, async_op)  # type: ignore[no-any-return]
 
@@ -323,7 +343,10 @@ class Group:
         async_op: bool = False,
         timeout_s: Seconds = None,
     ) -> Handle | None:
-        """Puts every rank's input behind one another on the root; ``output`` and ``counts`` are read there only."""
+        """Puts every rank's input behind one another on the root; ``output`` and ``counts`` are read there only.
+
+        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
+        """
         return self.transport.gather(output, input, root, counts, timeout_s, async_op)  # type: ignore[no-any-return]
 
     def scatter(
@@ -336,7 +359,10 @@ class Group:
         async_op: bool = False,
         timeout_s: Seconds = None,
     ) -> Handle | None:
-        """Gives each rank its part of the root's input; ``input`` and ``counts`` are read on the root only."""
+        """Gives each rank its part of the root's input; ``input`` and ``counts`` are read on the root only.
+
+        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
+        """
         return self.transport.scatter(output, input, root, counts, timeout_s, async_op)  # type: ignore[no-any-return]
 
     def all_to_all(
@@ -355,23 +381,34 @@ class Group:
             rank 1  [10, 20]   ->  [2, 20]
 
         Counts are elements per rank, equal if None.
+
+        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
         """
         return self.transport.all_to_all(output, input, output_counts, input_counts, timeout_s, async_op)  # type: ignore[no-any-return]
 
     def barrier(self, *, async_op: bool = False, timeout_s: Seconds = None) -> Handle | None:
-        """Returns when every rank has called it."""
+        """Returns when every rank has called it.
+
+        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
+        """
         return self.transport.barrier(timeout_s, async_op)
 
     def send(
         self, tensor: Tensor, dst: int, tag: int = 0, *, async_op: bool = False, timeout_s: Seconds = None
     ) -> Handle | None:
-        """Sends a tensor to one rank. Messages with the same tag arrive in order; up to 64 KiB it does not wait."""
+        """Sends a tensor to one rank. Messages with the same tag arrive in order; up to 64 KiB it does not wait.
+
+        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
+        """
         return self.transport.send(tensor, dst, tag, timeout_s, async_op)
 
     def recv(
         self, tensor: Tensor, src: int | None = None, tag: int = 0, *, async_op: bool = False, timeout_s: Seconds = None
     ) -> Handle | int:
-        """Receives a tensor of the same size and dtype from ``src``, or from anyone; returns the rank it came from."""
+        """Receives a tensor of the same size and dtype from ``src``, or from anyone; returns the rank it came from.
+
+        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
+        """
         return self.transport.recv(tensor, src, tag, timeout_s, async_op)
 
 

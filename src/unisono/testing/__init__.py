@@ -1,5 +1,7 @@
 """Run a function on several ranks, each a process of its own, and get the results back.
 
+    >>> import torch
+    >>> from unisono.testing import RankPool, run_ranks
     >>> def double(group, x):
     ...     t = torch.full((4,), x)
     ...     group.all_reduce(t)
@@ -14,6 +16,7 @@ that ranks need not import torch again, which ends with this process or by `stop
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -75,10 +78,13 @@ def run_ranks(
 ) -> list[Any]:
     """Call `fn(group, *args)` on `n` new ranks and return what each of them returned, by rank.
 
-        >>> run_ranks(2, gather_rows)      # def gather_rows(group): ...; return out.tolist()
-        [[0, 0, 1, 1, 1], [0, 0, 1, 1, 1]]
+        >>> def number(group):
+        ...     return group.rank
+        >>> run_ranks(2, number)
+        [0, 1]
 
-    `fn`, `args` and the results travel by pickle, so `fn` is a function at the top level of a module. A rank
+    `fn`, `args` and the results travel by pickle, so `fn` is a function at the top level of a module; one typed into a
+    notebook or at the prompt goes by value, if cloudpickle is installed (`pip install "unisono[notebook]"`). A rank
     starts with this process's environment (and `env` on top), folder, import path, stdout and stderr, with an
     empty stdin, and `num_threads` threads in torch.
 
@@ -100,9 +106,14 @@ def run_ranks(
 class RankPool:
     """`n` ranks that stay, for many short calls: a run costs a message each way instead of a start.
 
+        >>> import torch
+        >>> def total(group, x):
+        ...     t = torch.tensor([x])
+        ...     group.all_reduce(t)
+        ...     return t.item()
         >>> with RankPool(2) as pool:
-        ...     pool.run(double, 1.0)
-        ...     pool.run(double, 2.0)
+        ...     pool.run(total, 1.0), pool.run(total, 2.0)
+        ([2.0, 2.0], [4.0, 4.0])
 
     The ranks start at the first run and share one group. After a run in which any rank failed, or
     when one died in between, all of them are ended, and the next run starts new ones.
@@ -154,13 +165,26 @@ def stop_fork_server() -> None:
 
 def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
-        return pickle.dumps((fn, args))
+        return _dumps_of(fn)((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
             f"fn and its arguments go to the ranks by pickle, which failed: {error}\n"
             "  Define fn at the top level of a module, not as a lambda or inside a function, and pass "
             "what it needs as arguments."
         ) from error
+
+
+def _dumps_of(fn: Callable[..., Any]) -> Callable[[Any], bytes]:
+    """pickle's dumps; cloudpickle's for a function that lies in no file a rank could import: a notebook's, say."""
+    code = getattr(fn, "__code__", None)
+    if code is not None and not os.path.exists(code.co_filename):
+        try:
+            import cloudpickle
+        except ImportError:
+            pass  # the rank says that it cannot import the function, and what helps
+        else:
+            return cloudpickle.dumps  # type: ignore[no-any-return]
+    return pickle.dumps
 
 
 def _check_results(results: list[Any]) -> list[Any]:

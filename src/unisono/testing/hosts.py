@@ -1,8 +1,8 @@
 """Several hosts on one machine: network namespaces with an Ethernet switch between them.
 
-    >>> with Hosts(2, rate="1G") as hosts:
-    ...     hosts.run(["ip", "address"], host=1)
-    ...     run_on_hosts([2, 2], train, 10, hosts=hosts)
+    with Hosts(2, rate="1G") as hosts:
+        hosts.run(["ip", "address"], host=1)
+        run_on_hosts([2, 2], train, 10, hosts=hosts)
 
 Each host is a network namespace of its own with `lo` and `eth0`; the other ends of the `eth0`s are ports of a bridge
 in one more namespace, the switch. Abstract Unix sockets belong to a network namespace, so ranks of different hosts
@@ -195,15 +195,16 @@ def run_on_hosts(
     env: Mapping[str, str] | None = None,
     check: bool = True,
 ) -> list[Any]:
-    """Call `fn(*args)` on new ranks, `layout[h]` of them in host h, and return what each of them returned, by rank.
+    """Call `fn(*args)` on new ranks, `layout[h]` of them in host h, and return what each of them returned, by rank::
 
-        >>> def total():                                    # at the top level of a module
-        ...     dist.init_process_group("unisono")
-        ...     t = torch.ones(4)
-        ...     dist.all_reduce(t)
-        ...     dist.destroy_process_group()
-        ...     return t.tolist()
-        >>> run_on_hosts([2, 2], total)
+        def total():                                    # at the top level of a module
+            dist.init_process_group("unisono")
+            t = torch.ones(4)
+            dist.all_reduce(t)
+            dist.destroy_process_group()
+            return t.tolist()
+
+        run_on_hosts([2, 2], total)
 
     A rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, as
     under torchrun, and UNISONO_TEST_HOST, the number of its host. The address is that of rank 0's host, the port is
@@ -223,11 +224,11 @@ def run_on_hosts(
 
 
 class HostPool(RankPool):
-    """Ranks on hosts that stay, for many short calls; each is as one of `run_on_hosts`, without a group.
+    """Ranks on hosts that stay, for many short calls; each is as one of `run_on_hosts`, without a group::
 
-    >>> with Hosts(2, rate="1G") as hosts, HostPool([2, 2], hosts=hosts) as pool:
-    ...     pool.run(start, "gloo")           # def start(backend): dist.init_process_group(backend)
-    ...     pool.run(reduce_something, 1000)
+    with Hosts(2, rate="1G") as hosts, HostPool([2, 2], hosts=hosts) as pool:
+        pool.run(start, "gloo")           # def start(backend): dist.init_process_group(backend)
+        pool.run(reduce_something, 1000)
     """
 
     def __init__(

@@ -87,7 +87,8 @@ def _import_main(main: dict[str, str]) -> None:
         names = runpy.run_path(main["path"], run_name="__mp_main__")
     else:
         raise TypeError(
-            "fn is defined in a main program that has no file, so a rank cannot import it\n  Put it into a module."
+            "fn is defined in a main program that has no file, so a rank cannot import it\n"
+            '  Put it into a module, or: pip install "unisono[notebook]"'
         )
     module = types.ModuleType("__mp_main__")
     module.__dict__.update(names)

@@ -47,6 +47,8 @@ def all_gather_into_tensor_uneven(
     input has as many elements as those rows, in any shape, and may be this rank's own rows of the output. Returns None,
     or with ``async_op=True`` a Work (a Handle if ``group`` is a unisono.Group). Does not take part in autograd; the
     form in ``unisono.comm_func`` does.
+
+    With ``async_op=True`` it returns a Work at once: read no result and change no input before its ``wait()``.
     """
     if (is_compiling() or type(output) is not Tensor or type(input) is not Tensor) and is_traced(group, output, input):
         if async_op:
@@ -57,7 +59,7 @@ def all_gather_into_tensor_uneven(
         return None
     counts = check_whole_and_part(group, transport.rank, transport.size, output, input, output_split_sizes, True)
     if input.requires_grad:
-        _warn_no_autograd("all_gather_into_tensor_uneven")
+        input = _without_gradient("all_gather_into_tensor_uneven", input)
     return result(group, transport.all_gather(output, input, counts, None, async_op), output)
 
 
@@ -79,6 +81,8 @@ def reduce_scatter_tensor_uneven(
     otherwise stays as it is. ``op`` is a torch ReduceOp or its name: sum, avg, product, min, max, band, bor, bxor,
     premul_sum. Ranks are combined by a binary tree, 16-bit types in float32 and rounded once at the end, on unisono and
     on gloo groups; on others as their backend does. Returns as :func:`all_gather_into_tensor_uneven`.
+
+    With ``async_op=True`` it returns a Work at once: read no result and change no input before its ``wait()``.
     """
     if (is_compiling() or type(output) is not Tensor or type(input) is not Tensor) and is_traced(group, output, input):
         if async_op:
@@ -93,7 +97,7 @@ def reduce_scatter_tensor_uneven(
         refuse_splits_of(input_split_sizes)
     counts = check_whole_and_part(group, transport.rank, transport.size, input, output, input_split_sizes, False)
     if input.requires_grad:
-        _warn_no_autograd("reduce_scatter_tensor_uneven")
+        input = _without_gradient("reduce_scatter_tensor_uneven", input)
     return result(group, transport.reduce_scatter(output, input, counts, op, None, None, async_op), output)
 
 
@@ -113,6 +117,8 @@ def all_to_all_vc(
     of n * n, a tensor or a numpy array. The input holds this rank's row of it, the output its column; both may have any
     shape. Input and output must not overlap. What a rank sends another is compared with what that one expects. Returns
     as :func:`all_gather_into_tensor_uneven`.
+
+    With ``async_op=True`` it returns a Work at once: read no result and change no input before its ``wait()``.
     """
     if (is_compiling() or type(output) is not Tensor or type(input) is not Tensor) and is_traced(group, output, input):
         if async_op:
@@ -123,7 +129,7 @@ def all_to_all_vc(
         return None
     counts = check_exchange(group, transport.rank, transport.size, output, input, send_count_matrix)
     if input.requires_grad:
-        _warn_no_autograd("all_to_all_vc")
+        input = _without_gradient("all_to_all_vc", input)
     return result(group, transport.all_to_all(output, input, *counts, None, async_op), output)
 
 
@@ -138,10 +144,12 @@ def _transport(verb: str, group: GroupLike, output: Tensor, input: Tensor) -> Tr
     return found
 
 
-def _warn_no_autograd(verb: str) -> None:
+def _without_gradient(verb: str, input: Tensor) -> Tensor:
+    """The input as the transport shall see it, which would warn in its own words."""
     if torch.is_grad_enabled():
         warnings.warn(
             f"{verb} writes into its output and does not take part in autograd, but its input requires grad.\n"
             f"  unisono.comm_func.{verb} gives gradients; torch.no_grad() around this call says that none are wanted.",
             stacklevel=3,
         )
+    return input.detach()
