@@ -88,3 +88,33 @@ def test_the_exit_code_is_the_programs(tmp_path):
     (tmp_path / "fails.py").write_text("raise SystemExit(7)\n")
     assert run("-m", "unisono", "run", tmp_path / "fails.py").returncode == 7
     assert run("-m", "unisono", "run", *TORCHRUN, tmp_path / "fails.py").returncode == 1
+
+
+WITHOUT_A_HEAP = """
+import os, resource
+import torch, torch.distributed as dist
+if os.environ["RANK"] in os.environ["REFUSED"].split(","):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # the system refuses this rank a heap, as a container may
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+part = dist.new_group([1, 0], backend="gloo")
+dist.all_reduce(total, group=part)
+dist.monitored_barrier()
+kinds = [type(group).__name__ for group in (dist.group.WORLD, part)]
+print(f"{dist.get_rank()} {total.item()} {' '.join(kinds)} {dist.get_backend()}\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("refused", ["1", "0", "0,1", "none"])
+def test_gloo_for_all_ranks_if_one_cannot_join(tmp_path, refused):
+    """Both groups are gloo's on both ranks, whoever could not join; and at once, not after the time limit."""
+    (tmp_path / "program.py").write_text(WITHOUT_A_HEAP)
+    done = run("-m", "unisono", "run", *TORCHRUN, tmp_path / "program.py", REFUSED=refused)
+    assert done.returncode == 0, done.stderr[-4000:]
+    kind = "ServedGroup" if refused == "none" else "ProcessGroup"
+    assert sorted(done.stdout.split("\n"))[-2:] == [f"{rank} 6.0 {kind} {kind} gloo" for rank in (0, 1)]
+    said = [line for line in done.stderr.splitlines() if "is gloo's, since unisono cannot make it" in line]
+    assert len(said) == (0 if refused == "none" else 2), done.stderr  # once for each group
+    assert all(f"rank {refused[0]}: " in line for line in said)

@@ -3,7 +3,7 @@
 ``uses/<rank>`` counts how often a rank has joined by this name, so that a name can be used again; all else is below
 that number. ``plan`` is written by whoever comes first: what all must agree on, and the nonce. ``at/<rank>`` has the
 plan of each rank and where its listener is. ``dispute`` is there once a rank's plan differs from the first one: ranks
-that can never meet learn it at once, and who wanted what.
+that can never meet learn it at once, and who wanted what. ``failed`` has the error of a rank that cannot join.
 
 All waiting is polling with ``check``, which every store answers at once: ``wait`` blocks in C++, where Ctrl-C does not
 reach it, and each store has another exception for its end.
@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from .. import _core
 from ..base import log
-from ..base.errors import CollectiveTimeoutError, MismatchError, SystemCallError
+from ..base.errors import CollectiveTimeoutError, MismatchError, SystemCallError, UnisonoError
 from ..version import __version__
 
 VERSION = f"{__version__}, memory layout {_core.LAYOUT}"
@@ -98,7 +98,11 @@ def meet(
     assert meet_hosts is not None and place_of is not None
     use = store.add(f"unisono/{name}/uses/{me}", 1)
     prefix = f"unisono/{name}/{use}"
-    listener = _core.Listener()
+    try:
+        listener = _core.Listener()
+    except UnisonoError as error:  # no memory for a heap, or the system refuses one
+        store.set(f"{prefix}/failed", f"rank {me} cannot join: {error}")
+        raise
     mine = Plan(VERSION, size, numbers, me, listener.name, secrets.token_hex(16), place_of(me))
     first = Plan.read(store.compare_set(f"{prefix}/plan", "", mine.written()))
     if not set(first.members) & set(numbers):
@@ -122,6 +126,8 @@ def meet(
         time.sleep(nap_s)
         nap_s = min(2 * nap_s, _LONGEST_NAP_S)
         disputed = store.check([f"{prefix}/dispute"])
+        if store.check([f"{prefix}/failed"]):
+            raise SystemCallError(f'group "{name}": {store.get(f"{prefix}/failed").decode()}')
     plans = [] if disputed else [Plan.read(value) for value in store.multi_get(keys)]
     if disputed or any(mine.differs(plan) for plan in plans):
         raise _mismatch(store, prefix, name, rank, mine, first)
@@ -129,6 +135,17 @@ def meet(
     identity = int.from_bytes(nonce[:8], "little") | 1
     inner = PrefixStore(prefix, store)
     return meet_hosts(listener, plans, rank, name, nonce, identity, timeout_s, deadline_s, inner)
+
+
+def wait_for(store: Store, keys: list[str], deadline_s: float) -> bool:
+    """Waits until the store has all keys; False at ``deadline_s``, of time.monotonic()."""
+    nap_s = _SHORTEST_NAP_S
+    while not store.check(keys):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(nap_s)
+        nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+    return True
 
 
 def _late(

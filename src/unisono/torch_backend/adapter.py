@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from types import FrameType
@@ -21,19 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from ..base import tensors
-from ..base.counter import Counter
 from ..base.errors import ArgumentError, make_argument_error
 from ..base.uncompiled import keep_uncompiled
 from ..base.work import FINISHED, Work, tensors_in
-from ..group import names as groups
-from ..group.group import Group
-from . import checks, monitor, recorded, refusals, several, sparse
-from .arguments import Root, Timeout, counts, group_options, inner, of_root, one, options, settled
+from . import checks, monitor, refusals, several, sparse
+from .about import AboutGroup
+from .arguments import Root, Timeout, counts, inner, of_root, one, options, settled
 from .refusals import NotOneTensor
 from .strided import Copies, is_plain, overlapping
 
-_CPU = torch.device("cpu")
 _STRIDED = torch.strided
 _UNSET = timedelta(milliseconds=-1)  # torch's word for: the group's timeout
 _IN_BACKGROUND = c10d.BarrierOptions()  # as torch makes them: asyncOp, and the group's timeout
@@ -44,163 +39,12 @@ _profiling = torch._C._autograd._profiler_enabled
 _WAITING = {inspect.unwrap(function).__code__ for function in (dist.send, dist.recv)}
 
 
-class ProcessGroupAdapter:
+class ProcessGroupAdapter(AboutGroup):
     """What torch asks of a process group, and of the backend of one, over a unisono :class:`Group`.
 
     The methods take torch's option objects, and like torch's own groups also plain arguments:
     ``pg.allreduce([t], opts)`` and ``pg.allreduce(t, ReduceOp.MAX)``. They return a Work.
     """
-
-    supports_splitting = True
-    supports_coalescing = False  # the batch is the caller's list; see _start_coalescing
-    supports_time_estimate = False
-    supports_shrinking = False
-    group_type: type[Any]  # what a split gives; set in registration.py
-
-    def _begin(self, group: Group, store: c10d.Store | None) -> None:
-        self.unisono_group = group
-        self._store = store
-        self._timeout_s = 0.0  # 0: the group's own
-        self._options: Any = None
-        self._name, self._desc = group.name, "undefined"
-        self._batch: list[Work] | None = None
-        # DDP.join hands a Work to C++ that does not keep its Python half alive, without which it never ends.
-        self._small: deque[Work] = deque(maxlen=64)
-        self._comm_name = f"unisono%{group.name}%{group.transport.id:016x}"
-        self._splits = Counter()
-        self._monitored = Counter()
-        if recorded.capacity():
-            recorded.attach(self)
-
-    # -- what torch asks a group about itself
-
-    @property
-    def unisono_adapter(self) -> ProcessGroupAdapter:
-        """This object itself; the C++ half of a backend hands the look-up on to here."""
-        return self
-
-    def rank(self) -> int:
-        return self.unisono_group.rank
-
-    def size(self) -> int:
-        return self.unisono_group.size
-
-    getRank, getSize = rank, size
-
-    def name(self) -> str:
-        return "unisono"
-
-    getBackendName = _get_backend_name = name
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def getGroupDesc(self) -> str:
-        return self._desc
-
-    group_name, group_desc = property(getGroupName), property(getGroupDesc)
-
-    def setGroupName(self, name: str) -> None:
-        self._name = name
-
-    def setGroupDesc(self, desc: str) -> None:
-        self._desc = desc
-        if desc and desc != "undefined":
-            self.unisono_group.rename(desc)  # errors call the group what the user calls it
-
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [_CPU]
-
-    def _get_backend(self, device: torch.device) -> ProcessGroupAdapter:
-        if torch.device(device).type != "cpu":
-            raise RuntimeError(
-                f"No backend type associated with device type {torch.device(device).type}: unisono groups are for cpu"
-            )
-        return self
-
-    def get_group_store(self) -> c10d.Store | None:
-        return self._store
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the time limit of later calls."""
-        self._timeout_s = timeout.total_seconds()
-        self.options._timeout = timeout
-
-    _set_default_timeout = set_timeout
-
-    @property
-    def options(self) -> Any:
-        """The group's options, as gloo's groups have them; ``_timeout`` is the limit of calls that have none."""
-        if self._options is None:
-            self._options = group_options(self.unisono_group)
-        return self._options
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self.unisono_group.calls
-
-    def _set_sequence_number_for_group(self) -> None:
-        pass  # all ranks count from 0
-
-    def _has_hooks(self) -> bool:
-        return False
-
-    def _wait_for_pending_works(self) -> None:
-        self.unisono_group.barrier()
-
-    def get_comm_name(self, rank: int) -> str:
-        """The communicator's name, the same on every rank; any ``group`` argument of unisono takes it.
-
-        Ascend's ``get_hccl_comm_name``: ``rank`` is this process's rank in the group.
-        """
-        if not 0 <= rank < self.size():
-            raise ValueError(f"argument 'rank' must be from 0 to {self.size() - 1}, got {rank}")
-        groups.remember(self._comm_name, self)  # type: ignore[arg-type]
-        return self._comm_name
-
-    # FSDP2 takes its buffers from here after set_allocate_memory_from_process_group_for_comm(True).
-    def supports_tensor_alloc(self, device: torch.device | int) -> bool:
-        return isinstance(device, int) or torch.device(device).type == "cpu"  # C++ gives the number of a CPU
-
-    def allocate_tensor(self, size: int | Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor in shared memory, which collectives read and write in place."""
-        return tensors.empty([size] if isinstance(size, int) else size, dtype=dtype)
-
-    # -- coming and going
-
-    def shutdown(self) -> None:
-        self.unisono_group.close()
-
-    def abort(self) -> None:
-        self.unisono_group.abort("ProcessGroup.abort()")
-
-    def split_group(
-        self,
-        ranks: Sequence[int],
-        timeout: timedelta | None = None,
-        opts: Any = None,
-        group_name: str | None = None,
-        group_desc: str | None = None,
-        device_types: Sequence[torch.device] | None = None,
-    ) -> Any:
-        """Makes a group of some of this group's ranks; all of its ranks call it, and those not listed get None."""
-        members = list(ranks) if self.rank() in ranks else None
-        number = self._splits.next()  # all ranks split together, so they agree on it
-        child = self.unisono_group.split(
-            members,
-            name=group_name or f"{self.group_name}/{number}",
-            timeout_s=None if timeout is None else timeout.total_seconds(),
-        )
-        if child is None:
-            return None
-        group = self.group_type(child, self._store)
-        if group_desc:
-            group.setGroupDesc(group_desc)
-        return group
-
-    splitGroup = split_group
 
     # -- collectives
 
@@ -471,4 +315,4 @@ def _record(name: str, calls: Sequence[tuple[Any, ...]]) -> Callable[[], None]:
     return lambda: torch.autograd._record_function_with_args_exit(record)  # type: ignore[attr-defined]
 
 
-keep_uncompiled(ProcessGroupAdapter, Work, type(FINISHED))
+keep_uncompiled(ProcessGroupAdapter, AboutGroup, Work, type(FINISHED))

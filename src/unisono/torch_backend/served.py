@@ -3,12 +3,14 @@
 torch makes such groups by its class ProcessGroupGloo. :class:`_StandIn` takes that class's place: it makes groups of
 :class:`ServedGroup`, its instances are those and gloo's own, and all other attributes are gloo's. Names, options and
 checks are gloo's too, so that programs find what they know. What unisono cannot do is handed to a real group of gloo,
-which is made when the first such call comes; and where torch can only take gloo itself, it gets that.
+which is made when the first such call comes. Where torch can only take gloo itself, and where some rank cannot join a
+group of unisono, the whole group is gloo's.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from types import FrameType
@@ -20,17 +22,27 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-from ..base import settings
-from ..base.errors import ArgumentError
+from ..base import log, settings
+from ..base.errors import (
+    AbortedError,
+    ArgumentError,
+    CollectiveTimeoutError,
+    HeapMemoryError,
+    PeerLostError,
+    SystemCallError,
+)
 from ..base.uncompiled import keep_uncompiled
 from ..base.work import Work
 from ..group import names as groups
+from ..group import rendezvous
 from ..group.group import Group
 from . import checks, refusals, registration
 from .adapter import ProcessGroupAdapter
 from .arguments import Timeout
 
-_MAKING = distributed_c10d._new_process_group_helper.__code__
+# Functions of torch that make groups of gloo for programs; which of them it has depends on its version.
+_MAKERS = ("_new_process_group_helper", "_create_gloo_process_group")
+_MAKING = [getattr(distributed_c10d, name).__code__ for name in _MAKERS if hasattr(distributed_c10d, name)]
 
 
 class ServedAdapter(ProcessGroupAdapter):
@@ -77,17 +89,9 @@ class ServedAdapter(ProcessGroupAdapter):
         checks.all_to_all(outputs, inputs, self.size())
         return super().alltoall(outputs, inputs, opts, timeout)
 
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: Sequence[int] = (),
-        input_split_sizes: Sequence[int] = (),
-        opts: Any = None,
-        timeout: Timeout = None,
-    ) -> Work:
+    def all_to_all_single(self, output: Tensor, input: Tensor, *options: Any, **named: Any) -> Work:
         checks.all_to_all_single(output, input)
-        return super().all_to_all_single(output, input, output_split_sizes, input_split_sizes, opts, timeout)
+        return super().all_to_all_single(output, input, *options, **named)
 
     alltoall_base = all_to_all_single
 
@@ -152,16 +156,20 @@ _real: Any = dist.ProcessGroupGloo
 class _StandIn(type):
     """The class of what stands where torch has ProcessGroupGloo."""
 
-    def __call__(cls, store: Any, rank: int, size: int, timeout: Any = None, *, options: Any = None) -> Any:
+    def __call__(
+        cls, store: Any, rank: int, size: int, timeout: Any = None, *, options: Any = None, **more: Any
+    ) -> Any:
         given = [value for value in (timeout, options) if value is not None]
-        reason = _why_not_ours(sys._getframe(1))
+        reason = _why_not_ours(sys._getframe(1), more)
         if reason:
             _say(f"{reason}: gloo itself")
-            return _real(store, rank, size, *given)
+            return _real(store, rank, size, *given, **more)
         limit = distributed_c10d.default_pg_timeout
         for value in given:
             limit = value if isinstance(value, timedelta) else value._timeout
         made = _make(store, rank, size, limit, next((v for v in given if not isinstance(v, timedelta)), None))
+        if made is None:
+            return _real(c10d.PrefixStore("gloo instead of unisono", store), rank, size, *given)
         _say(f'"gloo" is unisono in this program (first group: "{made.unisono_group.name}", {size} ranks)', rank)
         return made
 
@@ -175,9 +183,11 @@ class _StandIn(type):
         return getattr(_real, name)
 
 
-def _why_not_ours(caller: FrameType) -> str:
+def _why_not_ours(caller: FrameType, more: dict[str, Any]) -> str:
     """Why a group must be gloo's own, empty if it need not."""
-    if caller.f_code is _MAKING:
+    if wanted := [name for name, value in more.items() if value]:  # since torch 2.15 a group that can be changed later
+        return f"unisono has no {', '.join(wanted)}"
+    if caller.f_code in _MAKING:
         others = [f"{d}:{name}" for d, name in registration.wanted_backends().items() if name != "gloo"]
         if others and not groups.PYTHON_BACKENDS:
             return f"torch {torch.__version__} cannot have a Python backend beside {', '.join(others)}"
@@ -187,22 +197,42 @@ def _why_not_ours(caller: FrameType) -> str:
     return f"{module} needs a backend in C++" if module.partition(".")[0] == "torch" else ""
 
 
-def _make(store: Any, rank: int, size: int, limit: timedelta, options: Any) -> ServedAdapter:
+def _make(store: Any, rank: int, size: int, limit: timedelta, options: Any) -> ServedAdapter | None:
+    """The group on unisono; None if some rank could not join it: then no rank has it, and all know."""
     asked = registration.torch_is_making()
     ranks = asked.get("global_ranks_in_group") or getattr(options, "global_ranks_in_group", None)
-    group = Group.from_store(
-        store,
-        rank,
-        size,
-        ranks=list(ranks) if ranks else None,
-        name=str(asked.get("group_name") or getattr(options, "group_name", "") or "gloo"),
-        timeout_s=limit.total_seconds(),
-    )
+    members = list(ranks) if ranks else list(range(size))
+    name = str(asked.get("group_name") or getattr(options, "group_name", "") or "gloo")
+    group, why = None, ""
+    try:
+        group = Group.from_store(store, rank, size, ranks=members, name=name, timeout_s=limit.total_seconds())
+    except (SystemCallError, HeapMemoryError, PeerLostError, AbortedError) as error:  # not the program's mistake
+        why = str(error)
+    reasons = _agree(store, members, rank, name, why, limit)
+    if reasons:
+        if group is not None:
+            group.close()
+        if rank == 0:
+            log.warn(f'group "{name}" is gloo\'s, since unisono cannot make it: {"; ".join(reasons)}')
+        return None
+    assert group is not None
     combined = any(name != "gloo" for name in registration.wanted_backends().values())
     made: ServedAdapter = ServedBackend(group, store) if combined else ServedGroup(group, store)
     if options is not None:
         made._options = options
     return made
+
+
+def _agree(store: Any, members: Sequence[int], rank: int, name: str, why: str, limit: timedelta) -> list[str]:
+    """Tells the other ranks whether this one has joined, and returns why some have not; empty if all have."""
+    use = store.add(f"unisono/{name}/served/{members[rank]}", 1)  # a name can be used again
+    keys = [f"unisono/{name}/served/{use}/{member}" for member in members]
+    store.set(keys[rank], why)
+    if not rendezvous.wait_for(store, keys, time.monotonic() + limit.total_seconds()):
+        late = [member for member, key in zip(members, keys, strict=True) if not store.check([key])]
+        raise CollectiveTimeoutError(f'group "{name}": ranks {late} did not say in time whether they have joined')
+    found = [value.decode() for value in store.multi_get(keys)]
+    return [f"rank {member}: {text}" for member, text in zip(members, found, strict=True) if text]
 
 
 if groups.PYTHON_BACKENDS:
