@@ -21,8 +21,9 @@ class Case:
         self.milliseconds: float | None = None
 
     def begin(self) -> None:
-        """Makes the default group, for libraries that take one that is there."""
-        dist.init_process_group(self.name)
+        """Makes the default group unless it is there, for libraries that take one."""
+        if not dist.is_initialized():
+            dist.init_process_group(self.name)
         self.confirm()
 
     def confirm(self, group: Any = None) -> None:

@@ -68,6 +68,7 @@ def rows_of(name: str, ranks: list[int] | None = None) -> list[Row]:
     where = where if needed else None
     try:
         environments.install(where, needed, settings.get("PIP_OPTIONS", []))
+        environments.install(where, settings.get("BESIDE", []))
         python = environments.python_of(where)
     except environments.NotInstalled as reason:
         return [Row(name, ", ".join(needed), "", outcome=f"does not install: {reason}", fine=True)]

@@ -11,7 +11,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from tests.clients.case import Blocks, Case, batch, whole
 
 REQUIREMENTS: list[str] = []
-RANKS = (2,)
+RANKS = (2, 3)
 
 
 def _train(case: Case, strategy: ShardingStrategy) -> Any:

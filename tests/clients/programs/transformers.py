@@ -23,15 +23,13 @@ SMALL = {
 
 
 def _generate(case: Case, config: Any, seed: int = 0) -> Any:
-    dist.init_process_group("gloo")  # the folder of the model has to be told to the others
-    case.confirm()
+    case.begin()
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     if dist.get_rank() == 0:
         torch.manual_seed(seed)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder[0])
     dist.barrier()
-    dist.destroy_process_group()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder[0], tp_plan="auto")
     case.confirm()
     model.eval()
