@@ -23,7 +23,7 @@ REQUIREMENTS := import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); 
 EXTRA := import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb")); \
 	print(*p["project"]["optional-dependencies"][sys.argv[1]], sep="\n")
 
-.PHONY: arm docs wheel help demo test test-slow bench conformance mutation faults soak lint format core-test sanitize sanitize-python install clean
+.PHONY: arm docs wheel help demo test test-slow bench clients conformance mutation faults soak lint format core-test sanitize sanitize-python install clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -43,6 +43,9 @@ bench: .venv/package.done  ## measure, and print ratios
 
 conformance: .venv/package.done  ## torch's own distributed tests on unisono and on gloo, and every difference
 	$(PY) -m tests.conformance.run $(ARGS)
+
+clients: .venv/package.done  ## libraries from PyPI on gloo and on unisono, compared, into docs/clients.md (a quarter of an hour)
+	$(PY) -m tests.clients.run $(ARGS)
 
 mutation: .venv/package.done  ## break the torch backend in many ways, one at a time: the tests must notice each
 	$(PY) -m tests.mutation.run $(ARGS)

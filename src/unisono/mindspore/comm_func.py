@@ -16,16 +16,6 @@ from .. import comm_func as _torch
 from ..comm_func import (
     GlobalComm,
     barrier,
-    create_group,
-    destroy_group,
-    get_group_rank_from_world_rank,
-    get_group_size,
-    get_local_rank,
-    get_local_rank_size,
-    get_process_group_ranks,
-    get_rank,
-    get_world_rank_from_group_rank,
-    init,
 )
 from .calls import lifted
 from .tensors import from_torch, to_torch
@@ -102,4 +92,4 @@ MEMBERS = (
     "release",
 )
 
-__all__ = [*COLLECTIVES, *MESSAGES, *MEMBERS, "GlobalComm", "P2POp", "barrier", "batch_isend_irecv"]  # noqa: PLE0604
+__all__ = [*COLLECTIVES, *MESSAGES, *MEMBERS, "GlobalComm", "P2POp", "barrier", "batch_isend_irecv"]

@@ -12,7 +12,7 @@ from typing import Any
 import mindspore
 import torch
 from mindspore.utils import dlpack
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack
 
 from ..base.handle import Handle
 
@@ -23,7 +23,7 @@ def to_torch(tensor: Any) -> torch.Tensor:
     """A MindSpore tensor's memory as a torch tensor."""
     if tensor.dtype in _BY_NUMPY:
         return torch.from_numpy(tensor.asnumpy())
-    return from_dlpack(dlpack.to_dlpack(tensor))  # type: ignore[no-any-return]
+    return from_dlpack(dlpack.to_dlpack(tensor))
 
 
 def from_torch(tensor: torch.Tensor) -> Any:
@@ -31,7 +31,7 @@ def from_torch(tensor: torch.Tensor) -> Any:
     tensor = tensor.detach()
     if tensor.dtype is torch.bool or tensor.is_complex():
         return mindspore.Tensor.from_numpy(tensor.numpy())
-    return dlpack.from_dlpack(to_dlpack(tensor))
+    return dlpack.from_dlpack(torch._C._to_dlpack(tensor))
 
 
 def replaced(value: Any, kinds: Any, change: Callable[[Any], Any]) -> Any:
@@ -47,4 +47,7 @@ def returned(value: Any) -> Any:
     """What a function of :mod:`unisono.comm_func` gave, in MindSpore's kinds: its tensors and its CommHandle."""
     from mindspore.communication.comm_func import CommHandle
 
-    return replaced(value, (torch.Tensor, Handle), lambda one: CommHandle(one) if isinstance(one, Handle) else from_torch(one))
+    def change(one: Any) -> Any:
+        return CommHandle(one) if isinstance(one, Handle) else from_torch(one)
+
+    return replaced(value, (torch.Tensor, Handle), change)

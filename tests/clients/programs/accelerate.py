@@ -64,8 +64,6 @@ def metrics(case: Case) -> Any:
 
 CASES = {
     "DDP, training step": _train,
-    "DDP, bf16, 2 steps accumulated": lambda case: _train(
-        case, mixed_precision="bf16", gradient_accumulation_steps=2
-    ),
+    "DDP, bf16, 2 steps accumulated": lambda case: _train(case, mixed_precision="bf16", gradient_accumulation_steps=2),
     "gather_for_metrics, 37 uneven samples": metrics,
 }

@@ -26,7 +26,8 @@ def _begin(case: Case) -> None:
 
 def _engine(config: dict[str, Any]) -> Any:
     model = Blocks(WIDTH)
-    base = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
+    adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    base = {"train_micro_batch_size_per_gpu": 8, "optimizer": adam}
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=base | config)[0]
 
 

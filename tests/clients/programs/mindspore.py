@@ -71,7 +71,8 @@ def verbs(case: Case) -> Any:
         ours = list(inspect.signature(getattr(comm_func, name)).parameters)
         assert ours == list(inspect.signature(theirs).parameters), (name, ours)
     found: list[Any] = []
-    for dtype in (ms.float32, ms.float16, ms.bfloat16, ms.float64, ms.int32, ms.int64, ms.uint8, ms.bool_, ms.complex64):
+    floats = (ms.float32, ms.float16, ms.bfloat16, ms.float64)
+    for dtype in (*floats, ms.int32, ms.int64, ms.uint8, ms.bool_, ms.complex64):
         x = _tensor(size, 2).astype(dtype)
         found.append(comm_func.all_gather_into_tensor(x)[0])
         assert found[-1].dtype == dtype, (found[-1].dtype, dtype)

@@ -22,10 +22,8 @@ def _run(case: Case, schedule: Callable[..., Any], stages_per_rank: int = 1) -> 
     layers = Blocks(width=61).layers
     count = size * stages_per_rank
     mine = [rank + i * size for i in range(stages_per_rank)]
-    parts = [torch.nn.Sequential(*list(layers)[number :: count]) for number in mine]
-    stages = [
-        PipelineStage(part, number, count, torch.device("cpu")) for part, number in zip(parts, mine, strict=True)
-    ]
+    parts = [torch.nn.Sequential(*list(layers)[number::count]) for number in mine]
+    stages = [PipelineStage(part, number, count, torch.device("cpu")) for part, number in zip(parts, mine, strict=True)]
     whole = stages if stages_per_rank > 1 else stages[0]
     pipeline = schedule(whole, MICROBATCHES, loss_fn=lambda output, target: (output - target).square().mean())
     x, losses = batch(0, 0, 61, 12), []

@@ -52,6 +52,8 @@ CASES = {
     ),
     "Qwen3-MoE (8 experts), tp_plan, one token": lambda case: _generate(
         case,
-        transformers.Qwen3MoeConfig(**SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, head_dim=32),
+        transformers.Qwen3MoeConfig(
+            **SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, head_dim=32
+        ),
     ),
 }

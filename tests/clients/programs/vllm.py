@@ -18,10 +18,11 @@ PIP_OPTIONS = ["--no-deps"]
 REQUIREMENTS = ["vllm==0.32.0"]
 BESIDE = [
     "numpy<2.4", "regex", "cachetools", "psutil", "transformers>=5.16.1,<5.20", "pydantic", "pyzmq", "msgspec",
-    "cloudpickle", "py-cpuinfo", "pillow", "einops", "pybase64", "cbor2", "setproctitle", "openai", "fastapi", "aiohttp",
-    "blake3", "prometheus_client", "sentencepiece", "tiktoken", "compressed-tensors==0.17.0", "depyf==0.20.0", "ijson",
+    "cloudpickle", "py-cpuinfo", "pillow", "einops", "pybase64", "cbor2", "setproctitle", "openai", "fastapi",
+    "aiohttp", "blake3", "prometheus_client", "sentencepiece", "tiktoken", "compressed-tensors==0.17.0", "depyf==0.20.0", "ijson",
     "diskcache", "opentelemetry-api", "opentelemetry-sdk", "watchfiles", "python-json-logger", "partial-json-parser",
     "jsonschema", "mistral_common", "gguf", "lark==1.2.2", "llguidance", "numba==0.65.0", "protobuf", "anthropic",
+    "oss-harmony", "lm-format-enforcer==0.11.3", "outlines_core==0.2.14", "mcp", "uvloop", "uvicorn", "xgrammar",
 ]  # fmt: skip
 SHOWN = ["vllm"]
 BY_NAME = False
@@ -30,13 +31,10 @@ VARIABLES = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 def _group(case: Case, name: str) -> Any:
-    from vllm.config import VllmConfig, set_current_vllm_config
-
     load_general_plugins()
     assert current_platform.is_cpu()
     rank, size = dist.get_rank(), dist.get_world_size()
-    with set_current_vllm_config(VllmConfig()):
-        group = parallel_state.init_model_parallel_group([list(range(size))], rank, "gloo", group_name=name)
+    group = parallel_state.init_model_parallel_group([list(range(size))], rank, "gloo", group_name=name)
     case.confirm(group.device_group)
     assert type(group.device_communicator).__module__ == "unisono.serving.vllm"
     return group
@@ -47,9 +45,7 @@ def coordinator(case: Case) -> Any:
     case.begin()
     group = _group(case, "tp")
     x = batch(dist.get_rank(), 0, 512, 4)
-    found = [group.all_reduce(x.clone()), group.all_gather(x, 0), group.all_gather(x, 1), group.reduce_scatter(x, 1)] \
-        if dist.get_world_size() == 2 else [group.all_reduce(x.clone()), group.all_gather(x, 1)]  # fmt: skip
-    found.append(group.broadcast(x.clone(), 1))
+    found = [group.all_reduce(x.clone()), group.all_gather(x, 0), group.all_gather(x, 1), group.broadcast(x.clone(), 1)]
     objects = group.broadcast_object({"rank": dist.get_rank()}, 0)
     case.time(lambda: group.all_reduce(x), 30)
     return {"found": found, "objects": objects}
@@ -85,4 +81,7 @@ def uneven(case: Case) -> Any:
     return {"found": found, "even": even}
 
 
-CASES = {"GroupCoordinator; all_reduce of 8 KiB": coordinator, "all_gatherv and reduce_scatterv, tokens 500, 1, 256": uneven}
+CASES = {
+    "GroupCoordinator; all_reduce of 8 KiB": coordinator,
+    "all_gatherv and reduce_scatterv, tokens 500, 1, 256": uneven,
+}
