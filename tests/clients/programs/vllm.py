@@ -19,10 +19,11 @@ REQUIREMENTS = ["vllm==0.32.0"]
 BESIDE = [
     "numpy<2.4", "regex", "cachetools", "psutil", "transformers>=5.16.1,<5.20", "pydantic", "pyzmq", "msgspec",
     "cloudpickle", "py-cpuinfo", "pillow", "einops", "pybase64", "cbor2", "setproctitle", "openai", "fastapi",
-    "aiohttp", "blake3", "prometheus_client", "sentencepiece", "tiktoken", "compressed-tensors==0.17.0", "depyf==0.20.0", "ijson",
-    "diskcache", "opentelemetry-api", "opentelemetry-sdk", "watchfiles", "python-json-logger", "partial-json-parser",
-    "jsonschema", "mistral_common", "gguf", "lark==1.2.2", "llguidance", "numba==0.65.0", "protobuf", "anthropic",
-    "oss-harmony", "lm-format-enforcer==0.11.3", "outlines_core==0.2.14", "mcp", "uvloop", "uvicorn", "xgrammar",
+    "aiohttp", "blake3", "prometheus_client", "sentencepiece", "tiktoken", "compressed-tensors==0.17.0",
+    "depyf==0.20.0", "ijson", "diskcache", "opentelemetry-api", "opentelemetry-sdk", "watchfiles", "python-json-logger",
+    "partial-json-parser", "jsonschema", "mistral_common", "gguf", "lark==1.2.2", "llguidance", "numba==0.65.0",
+    "protobuf", "anthropic", "oss-harmony", "lm-format-enforcer==0.11.3", "outlines_core==0.2.14", "mcp", "uvloop",
+    "uvicorn", "xgrammar",
 ]  # fmt: skip
 SHOWN = ["vllm"]
 BY_NAME = False
