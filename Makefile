@@ -23,7 +23,7 @@ REQUIREMENTS := import sys; toml = "tomllib" if sys.version_info >= (3, 11) else
 	print(*p["build-system"]["requires"], "cmake>=3.20", "ninja", sep="\n"); \
 	[print(*p["project"]["optional-dependencies"][extra], sep="\n") for extra in sys.argv[1:]]
 
-.PHONY: arm coverage docs stubs tidy wheel wheel-test injected fuzz help demo test test-slow bench conformance mutation faults soak lint format core-test sanitize sanitize-python install clean
+.PHONY: arm coverage docs stubs tidy wheel wheel-test injected fuzz help demo test test-slow bench clients conformance mutation faults soak lint format core-test sanitize sanitize-python install clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -43,6 +43,9 @@ bench: .venv/package.done  ## measure, and print ratios
 
 conformance: .venv/package.done  ## torch's own distributed tests on unisono and on gloo, and every difference
 	$(PY) -m tests.conformance.run $(ARGS)
+
+clients: .venv/package.done  ## libraries from PyPI on gloo and on unisono, compared, into docs/clients.md (a quarter of an hour)
+	$(PY) -m tests.clients.run $(ARGS)
 
 mutation: .venv/package.done  ## break the torch backend in many ways, one at a time: the tests must notice each
 	$(PY) -m tests.mutation.run $(ARGS)

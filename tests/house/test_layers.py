@@ -17,7 +17,7 @@ FLOORS = [
     {"transport"},
     {"calls"},
     {"uneven", "comm_func", "fused", "torch_backend", "fsdp"},
-    {"ascend"},
+    {"ascend", "mindspore", "serving"},
     {"testing", "_yardstick"},
     {"trace"},
     {"bench", "demo", "doctor", "run", "top"},
