@@ -63,7 +63,7 @@ PROGRAMS = {
     "DDP": lambda: test_ddp.plain({}),
     "DDP compiled": lambda: test_compile.trained("aot_eager"),
     "FSDP2 and HSDP": uneven_mesh,
-    "DTensor": lambda: test_dtensor.redistributed(2),
+    "DTensor": lambda: test_dtensor.redistributed(1),
     "tensor parallel": lambda: test_dtensor.tensor_parallel(True),
     "compiled gradients": test_compile.gradient,
     "comm_func": functions,
