@@ -12,6 +12,7 @@ and leave nothing behind. A failure prints the turn's seed: `--only N` does that
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import os
 import random
@@ -31,6 +32,7 @@ SIZES = [0, 1, 3, 10, 257, 4096, 40_000, 300_000, 1_500_000]
 DTYPES = [torch.float32, torch.float64, torch.int32, torch.bfloat16, torch.uint8]
 WARM_TURNS = 6
 TURN_LIMIT_S = 90.0
+SETTLE_S = 15.0
 
 
 def numbers(count: int, dtype: torch.dtype, rank: int, salt: int, shared: bool) -> torch.Tensor:
@@ -160,6 +162,7 @@ def long_turn(group: Any, seed: int) -> dict[str, float]:
 
 
 def holdings(group: Any) -> dict[str, float]:
+    ctypes.CDLL(None).malloc_trim(0)  # what glibc keeps of freed tensors, in an arena per thread, is held by nobody
     status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)  # noqa: SIM115
     heap = unisono._core.heap_usage()
     return {
@@ -266,6 +269,10 @@ def main() -> int:
                     last = pool.run(long_turn, its_seed, timeout_s=TURN_LIMIT_S)
                     if turn <= 2 * WARM_TURNS:
                         first = last
+                    until_settled = time.monotonic() + SETTLE_S  # pages of the heaps go back within seconds
+                    while any(map(grown, first, last)) and time.monotonic() < until_settled:
+                        time.sleep(0.5)
+                        last = pool.run(holdings, timeout_s=TURN_LIMIT_S)
                     for r, held in enumerate(last):
                         assert not (lines := grown(first[r], held)), f"rank {r} grew: {', '.join(lines)}"
                     words = ", ".join(f"{value:.0f} {what}" for what, value in last[0].items())

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "base/faults.h"
 #include "group/retire.h"
 
 namespace unisono {
@@ -302,6 +303,7 @@ void Engine::end_message(Ticket& ticket) {
 
 void Engine::close(const std::string& reason, int64_t linger_ns) {
   if (group_->is_of_parent()) return;  // the parent's, and its locks may be held by threads that are not here
+  if (!is_up(Defence::endings)) return;
   flush_sends();
   group_->close(reason);
   {

@@ -258,7 +258,6 @@ void Engine::flush_sends() {
 }
 
 void Engine::end_pending() {
-  if (!is_up(Defence::endings)) return;
   Engine* before = std::exchange(closing, this);
   Failure cause;
   group_->usable(cause);
