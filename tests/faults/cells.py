@@ -235,14 +235,14 @@ def stopped_rank_wakes_late(c: Cell) -> Told:
         if os.fork() == 0:
             time.sleep(0.015)
             os.kill(pid, signal.SIGSTOP)
-            time.sleep(1.2)
+            time.sleep(2.2)
             os.kill(pid, signal.SIGCONT)
             os._exit(0)
         c.mark()
         found = c.until_told(lambda: c.call("all_reduce", t, "avg"))
         os.wait()
         return found
-    found = c.until_told(lambda: c.call("all_reduce", t, "avg", timeout_s=0.5))
+    found = c.until_told(lambda: c.call("all_reduce", t, "avg", timeout_s=1.5))  # not so short that busy ranks miss it
     if c.inject:
         t.fill_(7.0)
         time.sleep(1.5)
