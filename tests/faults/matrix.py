@@ -157,7 +157,7 @@ MATRIX = (
     ),
     Row("another version on one rank", (Moment("", cells.another_version, (MISMATCH,), "version", hears=everyone),)),
     Row("garbage on the socket", (Moment("half-open and foreign connections", cells.garbage_on_the_socket),)),
-    Row("garbage in shared memory", (), "tests/core/test_hostile.cc"),
+    Row("garbage in shared memory", (), "tests/core/test_hostile.cc and test_fuzz.cc"),
     Row(
         "a stopped rank goes on after the others' time-out",
         (Moment("", cells.stopped_rank_wakes_late, (TIMEOUT,), "stopped"),),
