@@ -69,8 +69,10 @@ def test_a_rank_dies_at(name, point):
         assert text.startswith("PeerLostError") and "rank 1 died" in text, said
 
 
-@pytest.mark.parametrize("action", ["stop", "delay"])
-@pytest.mark.parametrize(("name", "point"), POINTS)
+PAUSES = [(*at, "delay") for at in POINTS] + [("staged", "reduced", "stop"), ("message", "message", "stop")]
+
+
+@pytest.mark.parametrize(("name", "point", "action"), PAUSES)
 def test_a_rank_pauses_at(name, point, action):
     said = run_ranks(3, _at, name, point, action, timeout_s=60)
     assert [text for text, _ in said] == ["fine"] * 3
