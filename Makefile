@@ -70,7 +70,7 @@ format: .venv/tools.done  ## put all files into the common style
 	$(if $(CXX_FILES),$(CLANG_FORMAT) -i $(CXX_FILES))
 
 stubs: .venv/package.done  ## are the stubs of the C++ modules what the modules have?
-	$(PY) -m mypy.stubtest --mypy-config-file pyproject.toml unisono._core unisono._yardstick
+	$(PY) -m tests.typing.stubs
 
 tidy: .venv/tools.done  ## clang-tidy on the core, with the checks of .clang-tidy (some minutes)
 	$(PIP) -q clang-tidy==20.1.0

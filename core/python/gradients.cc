@@ -19,6 +19,14 @@ descrgetfunc read_property = nullptr;
 nb::handle is_grad_enabled;
 bool was_said = false;
 
+// Reading the flag would make an 8-byte call a tenth slower, so only the first calls of a process and every 61st are
+// looked at: a program that cuts gradients does so in its first steps, and again in each. Guarded by the GIL.
+bool is_looked_at() {
+  static unsigned calls = 0;
+  constexpr unsigned first = 256, each = 61;
+  return ++calls <= first || calls % each == 0;
+}
+
 bool loses_gradient(nb::handle object, bool in_place) {
   if (is_tensor(object)) {
     nb::object required = nb::steal(read_property(requires_grad.ptr(), object.ptr(), nullptr));
@@ -42,7 +50,7 @@ void learn_gradients(nb::handle tensor_type) {
 }
 
 void warn_if_gradient_is_cut(nb::handle tensor_or_list, bool in_place, Verb verb) {
-  if (was_said || !tensor_or_list.is_valid() || !loses_gradient(tensor_or_list, in_place)) return;
+  if (was_said || !tensor_or_list.is_valid() || !is_looked_at() || !loses_gradient(tensor_or_list, in_place)) return;
   const std::string words = std::string(verb_name(verb)) +
                             ": autograd does not see this call, so the gradient of its input ends here. For one that "
                             "goes through, call unisono.comm_func; if none is meant, give tensor.detach() or use "

@@ -56,16 +56,31 @@ def once(group):
     lost = torch.ones(2, requires_grad=True) * 3
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        group.all_reduce(lost)
-        group.all_reduce(lost)
+        for _ in range(200):
+            group.all_reduce(lost)
     (told,) = caught
     assert "unisono.comm_func" in str(told.message)
     assert told.filename == "test_cut_gradients.py"  # the line of the user's call
 
 
+def later(group):
+    """Not every call is looked at, for speed; one that is made again and again is seen soon."""
+    plain, lost = torch.ones(1), torch.ones(2, requires_grad=True) * 3
+    alone = group.split([group.rank])  # ranks need not see it in the same call
+    for _ in range(1000):
+        alone.all_reduce(plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="autograd does not see this call"):
+            for _ in range(100):
+                alone.all_reduce(lost)
+    alone.close()
+
+
 def body(group, folder):
     losses(group, folder)
     harmless(group)
+    later(group)
     once(group)
 
 
