@@ -54,6 +54,9 @@ void Heap::prepare_fork(size_t most) {
   }
   copy_ = Pages(top_);
   if (!copy_) return;
+  // Half of the time goes into getting the pages one by one. Large ones may hold what is not copied too, so only where
+  // that is little.
+  if (bytes > top_ / 2) madvise(copy_.get(), top_, MADV_HUGEPAGE);
   for (const auto& [offset, block] : live_)
     if (!block.spare && !block.is_private) std::memcpy(copy_.get() + offset, base() + offset, block.bytes);
 }

@@ -135,14 +135,18 @@ bool Heap::fill_holes(size_t offset, size_t bytes, Failure& failure) {
     auto [begin, length] = *--hole;
     if (begin + length <= offset) return true;
     const size_t first = std::max(begin, offset), end = std::min(begin + length, offset + bytes);
+    limit_unused(end - first);
     if (!reserve(first, end - first, failure)) return false;
     holes_.remove(first, end - first);
   }
 }
 
 bool Heap::take_pages(size_t bytes, size_t& offset, Failure& failure) {
-  const bool found = pages_.take(bytes, offset) || (spare_bytes_ && (drop_spares(), pages_.take(bytes, offset)));
-  if (!found && !grow_tail(bytes, offset, failure)) return false;
+  drop_spares();  // no block of this size was given back lately: sizes change, so what is free grows together
+  if (!pages_.take(bytes, offset)) {
+    limit_unused(bytes);
+    if (!grow_tail(bytes, offset, failure)) return false;
+  }
   cold_.remove(offset, bytes);
   if (fill_holes(offset, bytes, failure)) return true;
   pages_.insert(offset, bytes);
@@ -211,10 +215,12 @@ bool Heap::take_anyhow(size_t bytes, size_t& offset, Failure& failure) {
   return take_pages(bytes, offset, failure) || (give_all_back() > 0 && take_pages(bytes, offset, failure));
 }
 
-// The list for blocks of this size, if they are kept for the next allocation.
+// The list for blocks of this size, if they are kept for the next allocation: small ones in units of kAlign, then by
+// pages, then in steps, of which one has one size class.
 std::vector<Heap::Live::iterator>* Heap::spares_of(size_t bytes) {
   if (bytes < kPage) return &spares_[bytes / kAlign];
-  return bytes <= kSpareMost ? &spares_[kPage / kAlign + bytes / kPage] : nullptr;
+  if (bytes < 4 * kSpareStep) return &spares_[kSparePages + bytes / kPage];
+  return bytes <= kSpareMost ? &spares_[kSpareSteps + bytes / kSpareStep] : nullptr;
 }
 
 bool Heap::keep_spare(Live::iterator block) {
@@ -230,7 +236,7 @@ bool Heap::keep_spare(Live::iterator block) {
 
 // Blocks of pages that were kept for the next allocation of their size become free for all.
 void Heap::drop_spares() {
-  for (size_t i = kPage / kAlign; spare_bytes_ && i < spares_.size(); i++) {
+  for (size_t i = kSparePages; spare_bytes_ && i < spares_.size(); i++) {
     for (auto block : spares_[i]) {
       pages_.insert(block->first, block->second.bytes);
       spare_bytes_ -= block->second.bytes;

@@ -2,11 +2,11 @@
 //
 // Steps of an allocation: round the size up to its class; take a block of that size that was given back lately, if
 // there is one; else take the best-fitting free range; if none fits, extend the used part of the file, first asking
-// whether the machine and its cgroup have the memory, then reserving it with fallocate. What has been free for a while
-// is given back to the system (trim.h), and reserved again when it is taken. Invariant: every byte that is handed out
-// has been reserved, so touching it can never end in SIGBUS. Allocation is local: no other rank takes part or is told.
-// What takes a page or more has its pages for itself, so that they can be taken away from the peers (`detach`) without
-// touching anything else; smaller blocks are cut from runs of pages of their own.
+// whether the machine and its cgroup have the memory, then reserving it with fallocate. What has been free for a while,
+// or is much and cut up too small, goes back to the system (trim.h), and is reserved again when it is taken. Invariant:
+// every byte that is handed out has been reserved, so touching it can never end in SIGBUS. Allocation is local: no
+// other rank takes part or is told. What takes a page or more has its pages for itself, so that they can be taken away
+// from the peers (`detach`) without touching anything else; smaller blocks are cut from runs of pages of their own.
 //
 // A forked child keeps the tensors of its parent, as they were when it was forked, and its writes stay its own
 // (fork_copy.cc). Only in the heaps of peers does it see what their owners write later, on every page it has not
@@ -113,8 +113,9 @@ class Heap {
  private:
   static constexpr size_t kAlign = 128;  // a flag line, and two cache lines
   static constexpr size_t kPage = 4096;
-  static constexpr size_t kSlack = 64 << 20;     // left to the rest of the system when memory is counted
-  static constexpr size_t kSpareMost = 4 << 20;  // the largest block that is kept for the next allocation of its size
+  static constexpr size_t kSlack = 64 << 20;       // left to the rest of the system when memory is counted
+  static constexpr size_t kSpareStep = 1 << 20;    // from four of them on, size classes differ by that much at least
+  static constexpr size_t kSpareMost = 128 << 20;  // the largest block that is kept for the next allocation of its size
 
   struct Block {
     size_t bytes;
@@ -135,6 +136,8 @@ class Heap {
   void trim();
   bool give_back(size_t most);
   size_t give_all_back();
+  void limit_unused(size_t more);
+  Ranges unused() const;
   bool punch(size_t offset, size_t bytes);
   bool may_be_trimmed();
   bool take_pages(size_t bytes, size_t& offset, Failure& failure);
@@ -172,8 +175,9 @@ class Heap {
   Ranges holes_;  // of pages_: given back to the system
   Ranges cold_;   // of pages_: reserved, and free since the last trim
   Live live_;     // what is handed out, and spares
-  // Blocks given back, to be handed out again without a search: small ones by size in units of kAlign, then by pages.
-  std::array<std::vector<Live::iterator>, kPage / kAlign + kSpareMost / kPage + 1> spares_;
+  // Blocks given back, to be handed out again without a search; each list has blocks of one size, see spares_of.
+  static constexpr size_t kSparePages = kPage / kAlign, kSpareSteps = kSparePages + 4 * kSpareStep / kPage;
+  std::array<std::vector<Live::iterator>, kSpareSteps + kSpareMost / kSpareStep + 1> spares_;
   size_t spare_bytes_ = 0;             // of those of whole pages
   std::map<size_t, size_t> detached_;  // offset -> bytes, in whole pages
   // Raised by detach before it takes a page away, read without the lock: whoever finds the number it knows may use the

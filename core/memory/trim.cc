@@ -70,8 +70,30 @@ void Heap::trim() {
   }
   std::lock_guard lock(mutex_);
   drop_spares();  // what is needed again soon becomes a spare again
-  cold_ = pages_;
-  for (auto [offset, bytes] : holes_.by_place) cold_.remove(offset, bytes);
+  cold_ = unused();
+}
+
+// Free ranges that are reserved.
+Ranges Heap::unused() const {
+  Ranges found = pages_;
+  for (auto [offset, bytes] : holes_.by_place) found.remove(offset, bytes);
+  return found;
+}
+
+// Before `more` bytes are reserved: if much is free, and none of it in one piece that is large enough, as much as that
+// goes back first. So what the heap holds stays near what is in use, however it is cut up.
+void Heap::limit_unused(size_t more) {
+  const size_t allowed = in_use() / 2 + kTrimKeep;
+  if (pages_.total <= allowed) return;
+  const Ranges free = unused();
+  if (free.total <= allowed) return;
+  size_t left = std::min(more, free.total - allowed);
+  for (auto [offset, bytes] : free.by_place) {  // from the beginning: what is at the end grows
+    const size_t part = std::min(left, bytes);
+    if (part == 0) return;
+    cold_.remove(offset, part);
+    if (punch(offset, part)) left -= part;
+  }
 }
 
 size_t Heap::trim_now() {
@@ -94,8 +116,7 @@ bool Heap::give_back(size_t most) {
 // All free pages, at once; their bytes.
 size_t Heap::give_all_back() {
   drop_spares();
-  Ranges free = pages_;
-  for (auto [offset, bytes] : holes_.by_place) free.remove(offset, bytes);
+  const Ranges free = unused();
   cold_ = {};
   size_t given = 0;
   for (auto [offset, bytes] : free.by_place)

@@ -1,8 +1,8 @@
 // See memory.h.
 #include "python/memory.h"
 
-#include "memory/born.h"
 #include "memory/heap.h"
+#include "memory/sharing.h"
 #include "python/errors.h"
 
 namespace nb = nanobind;

@@ -1,4 +1,4 @@
-// What Python asks of the process's memory: how much the heap holds, trimming it, and the switch of born.h.
+// What Python asks of the process's memory: how much the heap holds, trimming it, and the switch of sharing.h.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         "program runs by itself, as with python, and starts its own ranks if it has several."
     )
     ours = parser.add_argument_group("unisono")
-    ours.add_argument("--share", action="store_true", help="tensors of the program are born in shared memory")
+    ours.add_argument("--share", action="store_true", help="new tensors of the program lie in shared memory")
     ours.add_argument("--no-gloo", action="store_true", help='leave groups that ask for "gloo" to gloo')
     return parser
 

@@ -1,7 +1,7 @@
-"""Tensors born shared: from the switch on, what torch allocates on the CPU lies in the heap.
+"""New tensors in shared memory: from the switch on, what torch allocates on the CPU lies in the heap.
 
 The switch belongs to the process, not to a thread: autograd makes gradients in threads of its own. How torch's
-allocator is reached is in core/memory/born.h.
+allocator is reached is in core/memory/sharing.h.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import born, recorder
+from . import recorder, share
 from .apart.cases import FLOATS, ITEM_BYTES, OPS, REDOPS
 from .builds import TURNS, compare_builds
 from .contenders import EVEN, KINDS, WAYS, Order
@@ -74,7 +74,7 @@ examples:
   unisono bench small --builds old/bin/python,new/bin/python        two builds by turns
   unisono bench ddp_step -b 1400K -e 1400K -n 3 --busy 2 --pin      pinned, beside two busy processes
   unisono bench ddp_matrix                                          gloo / unisono on busy machines
-  unisono bench born                                                tensors born shared, against ordinary ones
+  unisono bench share                                               new tensors in shared memory, against ordinary ones
   unisono bench recorder                                            what the flight recorder costs a small call
   unisono bench --targets --against all -J targets.json             what is promised, met or missed
   unisono bench scaling -n 1,2,4,8 --plot scaling.png               how cost grows
@@ -327,8 +327,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     command = list(sys.argv[1:] if argv is None else argv)
-    if command[:1] == ["born"]:  # a table of its own
-        return born.main(command[1:])
+    if command[:1] == ["share"]:  # a table of its own
+        return share.main(command[1:])
     if command[:1] == ["recorder"]:
         return recorder.main(command[1:])
     parser = make_parser()

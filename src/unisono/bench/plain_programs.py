@@ -1,4 +1,4 @@
-"""Plain torch programs on a given process group, for `unisono.bench.born`: one training step or call each.
+"""Plain torch programs on a given process group, for `unisono.bench.share`: one training step or call each.
 
 Nothing in them asks for shared memory: where their tensors lie is decided by how torch allocates.
 """

@@ -1,13 +1,15 @@
-"""What tensors born shared cost and gain, both ways in one run.
+"""What new tensors in shared memory cost and gain, both ways in one run.
 
-    unisono bench born
-    unisono bench born --width 512 --rounds 20 --json
+    unisono bench share
+    unisono bench share --width 512 --rounds 20 --json
+    unisono bench share --only alone,fork
 
-First one process, without communication: making and freeing a tensor, adding two, and a training step, with ordinary
-tensors and with those of unisono.share_new_tensors. Then plain torch programs on several ranks: on gloo, on unisono
-with ordinary tensors, on unisono with tensors born shared. The ways take turns, round by round; a round's time is that
-of the slowest rank; the numbers are medians over the rounds. `staged` is what one rank copies through the stage in a
-step.
+alone: one process, without communication: making and freeing a tensor, adding two, and a training step, with ordinary
+tensors and with those of unisono.share_new_tensors. memory: what the heap takes beyond what is alive, of tensors of
+random sizes and lifetimes. fork: what a fork costs with tensors of both kinds in use. ranks: plain torch programs on
+several ranks: on gloo, on unisono with ordinary tensors, on unisono with new tensors shared. The ways take turns, round
+by round; a round's time is that of the slowest rank; the numbers are medians over the rounds, and ratios those of
+rounds. `staged` is what one rank copies through the stage in a step.
 """
 
 from __future__ import annotations
@@ -30,9 +32,12 @@ from unisono.group.group import Group
 from unisono.testing import RankPool
 
 from .plain_programs import PROGRAMS, Step, alone
+from .share_memory import measure_fork, measure_fragmentation
 
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
-WAYS = ("gloo", "ordinary", "born")
+WAYS = ("gloo", "ordinary", "shared")
+PARTS = ("alone", "memory", "fork", "ranks")
+FORK_MIB = (64, 256, 512)  # the last one beyond UNISONO_FORK_COPY_MAX
 _TURN_S = 0.01  # one turn of a short call repeats it for about as long
 
 
@@ -56,8 +61,9 @@ def measure_alone(rounds: int, width: int) -> list[dict[str, Any]]:
             for on in (False, True) if turn % 2 else (True, False):
                 with unisono.share_new_tensors(enabled=on):
                     times[on].append(_time(steps[on], repeats))
-        ordinary, born = (statistics.median(times[on]) * 1e6 for on in (False, True))
-        rows.append({"what": name, "ordinary_us": ordinary, "born_us": born, "ratio": ordinary / born})
+        ordinary, shared = (statistics.median(times[on]) * 1e6 for on in (False, True))
+        ratio = statistics.median(a / b for a, b in zip(times[False], times[True], strict=True))
+        rows.append({"what": name, "ordinary_us": ordinary, "shared_us": shared, "ratio": ratio})
     return rows
 
 
@@ -91,7 +97,7 @@ def _rank_rows(group: Group, name: str, rounds: int, width: int) -> dict[str, di
     steps: dict[str, Step] = {}
     found: dict[str, dict[str, Any]] = {}
     for way in WAYS:
-        with unisono.share_new_tensors(enabled=way == "born"):
+        with unisono.share_new_tensors(enabled=way == "shared"):
             steps[way] = PROGRAMS[name](_groups[way], width)
             for _ in range(3):
                 steps[way]()
@@ -101,7 +107,7 @@ def _rank_rows(group: Group, name: str, rounds: int, width: int) -> dict[str, di
             way = WAYS[(turn + i) % len(WAYS)]
             native = names.native(_groups[way])
             before = native.staged_bytes if native else 0
-            with unisono.share_new_tensors(enabled=way == "born"):
+            with unisono.share_new_tensors(enabled=way == "shared"):
                 group.barrier()
                 found[way]["ms"].append(_time(steps[way], 1) * 1e3)
             if native:
@@ -117,50 +123,83 @@ def measure_ranks(ranks: int, rounds: int, width: int) -> list[dict[str, Any]]:
         for name in PROGRAMS:
             per_rank = pool.run(_rank_rows, name, rounds, width, timeout_s=600)
             row: dict[str, Any] = {"what": name, "ranks": ranks}
+            rounds_of: dict[str, list[float]] = {}
             for way in WAYS:
                 slowest = [max(times) for times in zip(*(rank[way]["ms"] for rank in per_rank), strict=True)]
                 row[f"{way}_ms"] = statistics.median(slowest)
                 row[f"{way}_staged"] = per_rank[0][way]["staged"]
+                rounds_of[way] = slowest
+            for way in WAYS[:-1]:
+                pairs = zip(rounds_of[way], rounds_of["shared"], strict=True)
+                row[f"{way}_ratio"] = statistics.median(a / b for a, b in pairs)
             rows.append(row)
     return rows
 
 
 def _show_alone(rows: list[dict[str, Any]]) -> None:
-    print(f"{'one process':<20}{'ordinary us':>13}{'born us':>13}{'ordinary / born':>18}")
+    print(f"{'one process':<20}{'ordinary us':>13}{'shared us':>13}{'ordinary / shared':>20}")
     for row in rows:
-        print(f"{row['what']:<20}{row['ordinary_us']:>13.2f}{row['born_us']:>13.2f}{row['ratio']:>18.2f}")
+        print(f"{row['what']:<20}{row['ordinary_us']:>13.2f}{row['shared_us']:>13.2f}{row['ratio']:>20.2f}")
+
+
+def _show_memory(found: dict[str, float]) -> None:
+    print(f"\nheap / alive: {found['peak']:.2f} at the peak, {found['end']:.2f} at the end", end="")
+    print(f", {found['rounding']:.2f} in blocks; {100 * found['shared']:.0f} % of the tensors shared")
+
+
+def _show_fork(rows: list[dict[str, Any]]) -> None:
+    print(f"\n{'fork':<20}{'ordinary ms':>13}{'shared ms':>13}{'the first ms':>14}{'ms / MiB':>11}{'still shared':>14}")
+    for row in rows:
+        each = (row["shared_ms"] - row["ordinary_ms"]) / row["mib"]
+        print(
+            f"{row['mib']:>4} MiB in use     {row['ordinary_ms']:>13.2f}{row['shared_ms']:>13.2f}"
+            f"{row['shared_first_ms']:>14.2f}{each:>11.2f}{100 * row['shared_kept']:>12.0f} %"
+        )
 
 
 def _show_ranks(rows: list[dict[str, Any]], ranks: int) -> None:
-    head = f"{f'{ranks} ranks':<20}{'gloo ms':>10}{'ordinary ms':>13}{'born ms':>10}{'gloo / born':>13}"
-    print(f"\n{head}{'ordinary / born':>17}{'staged ordinary':>17}{'staged born':>13}")
+    head = f"{f'{ranks} ranks':<20}{'gloo ms':>10}{'ordinary ms':>13}{'shared ms':>11}{'gloo / shared':>15}"
+    print(f"\n{head}{'ordinary / shared':>19}{'staged ordinary':>17}{'staged shared':>15}")
     for row in rows:
-        gloo, ordinary, born = (row[f"{way}_ms"] for way in WAYS)
+        gloo, ordinary, shared = (row[f"{way}_ms"] for way in WAYS)
         print(
-            f"{row['what']:<20}{gloo:>10.2f}{ordinary:>13.2f}{born:>10.2f}{gloo / born:>13.2f}"
-            f"{ordinary / born:>17.2f}{row['ordinary_staged']:>17}{row['born_staged']:>13}"
+            f"{row['what']:<20}{gloo:>10.2f}{ordinary:>13.2f}{shared:>11.2f}{row['gloo_ratio']:>15.2f}"
+            f"{row['ordinary_ratio']:>19.2f}{row['ordinary_staged']:>17}{row['shared_staged']:>15}"
         )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="unisono bench born", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="unisono bench share", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("-n", "--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--width", type=int, default=512, help="of the models' layers")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts of it, with commas")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     args = parser.parse_args(argv)
+    if unknown := set(args.only.split(",")) - set(PARTS):
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     torch.set_num_threads(1)
-    one = measure_alone(args.rounds, args.width)
-    if not args.json:
-        _show_alone(one)
-    several = measure_ranks(args.ranks, args.rounds, args.width)
+    ways: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+        "alone": (lambda: measure_alone(args.rounds, args.width), _show_alone),
+        "memory": (measure_fragmentation, _show_memory),
+        "fork": (lambda: [measure_fork(mib) for mib in FORK_MIB], _show_fork),
+        "ranks": (
+            lambda: measure_ranks(args.ranks, args.rounds, args.width),
+            lambda rows: _show_ranks(rows, args.ranks),
+        ),
+    }
+    found = {}
+    for part in PARTS:
+        if part in args.only.split(","):
+            measure, show = ways[part]
+            found[part] = measure()
+            if not args.json:
+                show(found[part])
     if args.json:
-        print(json.dumps({"one_process": one, "ranks": several}, indent=1))
-    else:
-        _show_ranks(several, args.ranks)
+        print(json.dumps(found, indent=1))
     return 0
 
 

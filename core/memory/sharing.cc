@@ -1,5 +1,5 @@
-// See born.h.
-#include "memory/born.h"
+// See sharing.h.
+#include "memory/sharing.h"
 
 #include <atomic>
 #include <cerrno>

@@ -1,4 +1,4 @@
-"""Whole programs with tensors born shared: the same numbers as without, and nothing goes through the stage."""
+"""Whole programs with new tensors shared: the same numbers as without, and nothing goes through the stage."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def _both_ways(group: unisono.Group, name: str) -> tuple[int, int]:
             native = groups.native(dist.group.WORLD)
             assert native is not None
             staged.append(native.staged_bytes)
-    for without, born in zip(*results, strict=True):
-        assert torch.equal(without, born)
+    for without, shared in zip(*results, strict=True):
+        assert torch.equal(without, shared)
     return staged[0], staged[1]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs(name: str) -> None:
-    for without, born in run_ranks(2, _both_ways, name, timeout_s=110):
+    for without, shared in run_ranks(2, _both_ways, name, timeout_s=110):
         assert without > 1 << 20, "the program is no test: nothing was staged without the switch"
-        assert born < without / 50
+        assert shared < without / 50

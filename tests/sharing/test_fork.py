@@ -1,4 +1,4 @@
-"""fork with tensors born shared: a child sees its tensors as they were, whatever the parent and its peers do later."""
+"""fork with new tensors shared: a child sees its tensors as they were, whatever the parent and its peers do later."""
 
 from __future__ import annotations
 

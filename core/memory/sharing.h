@@ -1,4 +1,4 @@
-// Tensors born shared: what torch allocates for CPU tensors comes from this process's heap.
+// What torch allocates for CPU tensors comes from this process's heap.
 //
 // torch's CPU allocator is posix_memalign and free, imported by libc10.so; both are replaced (imports.h), once and for
 // good. An allocation that is large enough while the switch is on comes from the heap; all others, and all that the
