@@ -50,6 +50,13 @@ def install(name: str | None, requirements: Sequence[str], options: Sequence[str
         file.write(line)
 
 
+def probe(python: str, line: str) -> None:
+    """Runs a line of Python in an environment; raises :class:`NotInstalled` with the error it ended with."""
+    done = subprocess.run([python, "-c", line], capture_output=True, text=True)
+    if done.returncode:
+        raise NotInstalled((done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1])
+
+
 def versions(python: str, packages: Sequence[str]) -> dict[str, str]:
     """The versions of packages in an environment."""
     program = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]), sep='\\n')"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +31,18 @@ def write(rows: list[Row], programs: list[str]) -> None:
     text = PAGE.read_text()
     before, rest = text.split(BEGIN)
     old, after = rest.split(END)
-    kept = [text for text in old.strip().splitlines()[2:] if text.split("|")[1].strip() not in programs]
-    lines = sorted(kept + [line(row) for row in rows], key=lambda text: text.split("|")[1].strip())
-    PAGE.write_text("\n".join([before + BEGIN, *HEAD, *lines, END + after]))
+    kept = [text for text in old.splitlines() if text.startswith("| ") and _program(text) not in [*programs, "program"]]
+    lines = sorted(kept + [line(row) for row in rows], key=_program)
+    PAGE.write_text("\n".join([before + BEGIN, _machine(), "", *HEAD, *lines, END + after]))
+
+
+def _program(text: str) -> str:
+    return text.split("|")[1].strip()
+
+
+def _machine() -> str:
+    """Where the newest lines were measured, and what else the machine did."""
+    return f"{cpu()}, {os.cpu_count()} cores; load average {os.getloadavg()[0]:.0f} at the end of the last run."
 
 
 def _number(value: Any) -> str:

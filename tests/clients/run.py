@@ -27,7 +27,7 @@ from tests.clients.compare import difference
 BACKENDS = ("gloo", "unisono")
 #: What a program may say of itself; see the package's docstring.
 CONSTANTS = {"REQUIREMENTS", "BESIDE", "PIP_OPTIONS", "SHOWN", "ENVIRONMENT", "RANKS", "BY_NAME", "TOLERANCE"}
-CONSTANTS |= {"VARIABLES", "TORCHRUN"}
+CONSTANTS |= {"VARIABLES", "TORCHRUN", "PROBE"}
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT_S = 180.0
 ROUNDING = 1e-5  # three and more ranks: gloo adds in another order
@@ -73,6 +73,7 @@ def rows_of(name: str, ranks: list[int] | None = None) -> list[Row]:
         environments.install(where, needed, settings.get("PIP_OPTIONS", []))
         environments.install(where, settings.get("BESIDE", []))
         python = environments.python_of(where)
+        environments.probe(python, settings.get("PROBE", ""))
     except environments.NotInstalled as reason:
         return [Row(name, ", ".join(needed), "", outcome=f"does not install: {reason}", fine=True)]
     shown = settings.get("SHOWN", [one.partition("[")[0].partition("=")[0] for one in needed]) or ["torch"]

@@ -16,6 +16,16 @@ from .. import comm_func as _torch
 from ..comm_func import (
     GlobalComm,
     barrier,
+    create_group,
+    destroy_group,
+    get_group_rank_from_world_rank,
+    get_group_size,
+    get_local_rank,
+    get_local_rank_size,
+    get_process_group_ranks,
+    get_rank,
+    get_world_rank_from_group_rank,
+    init,
 )
 from .calls import lifted
 from .tensors import from_torch, to_torch
@@ -92,4 +102,36 @@ MEMBERS = (
     "release",
 )
 
-__all__ = [*COLLECTIVES, *MESSAGES, *MEMBERS, "GlobalComm", "P2POp", "barrier", "batch_isend_irecv"]
+__all__ = [
+    "GlobalComm",
+    "P2POp",
+    "all_gather_into_tensor",
+    "all_gather_into_tensor_uneven",
+    "all_reduce",
+    "all_to_all_single_with_output_shape",
+    "all_to_all_v_c",
+    "all_to_all_with_output_shape",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "create_group",
+    "destroy_group",
+    "gather_into_tensor",
+    "get_group_rank_from_world_rank",
+    "get_group_size",
+    "get_local_rank",
+    "get_local_rank_size",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_rank_from_group_rank",
+    "init",
+    "irecv",
+    "isend",
+    "recv",
+    "reduce",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_uneven",
+    "release",
+    "scatter_tensor",
+    "send",
+]
