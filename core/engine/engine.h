@@ -41,6 +41,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   Group& group() { return *group_; }
   uint64_t staged_bytes() const { return collectives_.staged_bytes(); }
+  uint64_t single_copy_bytes() const { return collectives_.single_copy_bytes(); }
 
   Code run(Call& call);                                    // a collective, now
   Code run(Call& call, std::shared_ptr<Message> message);  // a message, now

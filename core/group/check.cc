@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "base/faults.h"
+#include "base/tuning.h"
 #include "group/requests.h"
 
 namespace unisono {
@@ -63,6 +64,9 @@ void Requests::copy_requests(const Call& call) {
       copy_once(table(r), block.table(call.seq), ranks * sizeof(TableEntry));
     rings_[static_cast<size_t>(r)] = !d.has_ring ? nullptr : is_own ? ring_ : find_ring(r);
   }
+  // What rank 0 has measured helps this process to put its next inputs where they are used best.
+  if (of(0).tuning && of(0).tuning != mine().tuning && !current_tuning().is_known())
+    set_tuning(Tuning::of(of(0).tuning));
 }
 
 bool Requests::agree(const Request& a, const Request& b) const {

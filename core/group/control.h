@@ -12,12 +12,14 @@
 // begins.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstring>
 #include <type_traits>
 
 #include "base/shared.h"
+#include "base/tuning.h"
 #include "base/types.h"
 #include "memory/scratch.h"
 
@@ -39,12 +41,20 @@ constexpr size_t kLongPieceBytes = 1 << 20;
 static_assert(kStageBytes / 2 >= 2 * kPieceBytes && kRingBytes / 2 >= 2 * kLongPieceBytes);
 constexpr size_t kNoteBytes = 496;
 
-// Where a tensor is, in words every rank understands: 0 is "not in shared memory"; otherwise bit 63, the group rank
-// whose heap holds it, and the offset in that heap.
+// How much of a ring is used, as far as it was measured (base/tuning.h).
+inline size_t ring_window(Tuning tuning) {
+  return tuning.is_known() ? std::min(kRingBytes, size_t{1} << tuning.ring) : kRingBytes;
+}
+
+// Where a tensor is, in words every rank understands. In shared memory: bit 63, the group rank whose heap holds it, and
+// the offset in that heap. Otherwise its address in the process of the rank that says so, of use to single copies only
+// (reach.h); 0 if there is no tensor.
 struct Place {
   uint64_t word = 0;
   static Place at(int rank, size_t offset) { return {uint64_t{1} << 63 | static_cast<uint64_t>(rank) << 48 | offset}; }
-  explicit operator bool() const { return word != 0; }
+  static Place hidden(const void* p) { return {reinterpret_cast<uint64_t>(p) & ~(uint64_t{1} << 63)}; }
+  explicit operator bool() const { return word >> 63; }  // in shared memory
+  uint64_t address() const { return word; }              // of one that is not
   int rank() const { return static_cast<int>(word >> 48 & 0x7fff); }
   size_t offset() const { return word & ((uint64_t{1} << 48) - 1); }
 };
@@ -74,7 +84,9 @@ struct Request {
   double factor;
   Place residual;
   uint64_t turn;        // the byte of this rank's ring where its slot or its pieces begin
-  uint64_t few_pieces;  // 1: waiting is expensive where this rank runs
+  uint16_t few_pieces;  // 1: waiting is expensive where this rank runs
+  uint16_t reads;       // 1: this rank can read all others' own memory, and they can read its tensors (reach.h)
+  uint32_t tuning;      // Tuning::word; rank 0's decides for all
   uint64_t ring;        // where in this rank's heap its ring is, if it has one
 };
 constexpr size_t kSmallRequestBytes = 56;
@@ -219,6 +231,12 @@ class Block {
   // Where this rank's membership is, and which of its users this group is: written when the block is made.
   uint64_t& membership_offset() const { return at<uint64_t>(4 * kLineBytes)[1]; }
   uint64_t& membership_use() const { return at<uint64_t>(4 * kLineBytes)[2]; }
+  // Where the block is in its own process, for reach.h: written when it is made.
+  uint64_t& address() const { return at<uint64_t>(4 * kLineBytes)[3]; }
+  static size_t address_offset() { return 4 * kLineBytes + 3 * sizeof(uint64_t); }
+  // 1: its rank can read all others' own memory. Stored when its group is made, loaded by ranks that send to it, both
+  // relaxed: whoever does not see it yet sends in another way.
+  std::atomic<uint32_t>& reads_all() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[8]; }
   Flag& flag(Phase phase) const {  // all but descriptor
     return at<FlagLine>(5 * kLineBytes)[static_cast<size_t>(phase)].value;
   }

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "group/futex.h"
+#include "group/reach.h"
 #include "memory/dump.h"
 
 namespace unisono {
@@ -22,6 +23,8 @@ Group::Group(GroupFacts facts, std::shared_ptr<Heap> heap, std::vector<Peer> pee
   // For a peer that withdraws from a call (verbs/collectives.cc): its fence reaches this process too.
   syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0, 0);
   for (const Peer& p : peers_) members_.push_back(member_of(p));
+  reads_all_ = std::all_of(peers_.begin(), peers_.end(), can_read);
+  mine_.reads_all().store(reads_all_, std::memory_order_relaxed);
   record_members();
 }
 
@@ -76,17 +79,18 @@ uint64_t Group::begin_call() {
 Place Group::locate(const void* p, size_t bytes) const {
   const auto* at = static_cast<const std::byte*>(p);
   if (heap_->holds(at)) {
-    if (bytes > heap_->capacity() - static_cast<size_t>(at - heap_->base()) || heap_->is_detached(p, bytes)) return {};
+    if (bytes > heap_->capacity() - static_cast<size_t>(at - heap_->base()) || heap_->is_detached(p, bytes))
+      return Place::hidden(p);
     const auto offset = static_cast<size_t>(at - heap_->base());
     if (bytes) heap_->note_use(offset, bytes);
     return Place::at(facts_.rank, offset);
   }
-  if (!in_region(p)) return {};
+  if (!in_region(p)) return Place::hidden(p);
   for (int r = 0; r < facts_.size; r++) {
     size_t offset = static_cast<size_t>(at - peer(r).heap_base);
     if (offset < peer(r).heap_capacity && bytes <= peer(r).heap_capacity - offset) return Place::at(r, offset);
   }
-  return {};
+  return Place::hidden(p);
 }
 
 std::byte* Group::resolve(Place place, size_t bytes) const {

@@ -95,13 +95,14 @@ class Group {
   const std::vector<Peer>& peers() const { return peers_; }
   const Block& mine() const { return mine_; }
   Ring& ring() { return ring_; }
+  bool reads_all() const { return reads_all_; }  // all peers' own memory: reach.h
   const Recorder::OpenGroup& recorded() const { return recorded_; }
 
   // The number of the last call that began here.
   uint64_t seq() const { return seq_.load(std::memory_order_relaxed); }
   uint64_t begin_call();  // one thread at a time
 
-  // Where local memory is, in every rank's words; nothing if a peer could not reach all of it.
+  // Where local memory is, in every rank's words; hidden if a peer could not reach all of it.
   Place locate(const void* p, size_t bytes) const;
   // The address of a peer's place in this process; null for none, or when it lies outside of that heap.
   std::byte* resolve(Place place, size_t bytes) const;
@@ -155,6 +156,7 @@ class Group {
   bool closed_ = false;
   Survival survival_;
   Ring ring_{*this};
+  bool reads_all_ = false;
   Recorder::OpenGroup recorded_;
 };
 

@@ -58,6 +58,7 @@ BlockMemory make_block_of(Heap& heap, size_t bytes, Failure& failure) {
   block.membership_offset() = static_cast<uint64_t>(reinterpret_cast<std::byte*>(line) - heap.base());
   block.membership_use() = line->use.load(std::memory_order_relaxed) + 1;
   line->use.store(block.membership_use(), std::memory_order_release);
+  block.address() = reinterpret_cast<uint64_t>(block.base());
   return {memory.release(), BlockRelease{&heap}};
 }
 

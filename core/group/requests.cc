@@ -3,6 +3,9 @@
 
 #include <algorithm>
 
+#include "base/tuning.h"
+#include "group/reach.h"
+
 namespace unisono {
 namespace {
 
@@ -20,6 +23,8 @@ size_t slot_limit(Verb verb, int size, bool in_ring) {
 // From here on a tensor in the heap is read where it is: a second round costs less than copying it into the slot and
 // moving all of it between cores.
 constexpr size_t kDirectFrom = 4 << 10;
+
+constexpr size_t kTunedFrom = 64 << 10;  // bytes of an ordinary tensor that are worth a measurement
 
 uint64_t hash_counts(const Part* parts, int size) {
   uint64_t h = 0xcbf29ce484222325;
@@ -63,6 +68,12 @@ Requests::Input Requests::describe(const Call& call) {
   d.ring = ring_ ? static_cast<uint64_t>(ring_ - g_.heap().base()) : 0;
   d.turn = turn_;
   d.few_pieces = g_.facts().crowded || has_busy_neighbours();
+  d.tuning = 0;
+  d.reads = false;
+  if (counts_differ(call.verb) || longest_of(call, bytes) > kDirectFrom) {
+    d.tuning = current_tuning().word();
+    d.reads = may_be_read(call, bytes);
+  }
   d.count = call.count;
   if (call.verb == Verb::all_gather) d.count = hash_counts(call.out_parts, g_.size());
   if (call.verb == Verb::reduce_scatter) d.count = hash_counts(call.in_parts, g_.size());
@@ -100,14 +111,14 @@ std::byte* Requests::place_input(const Call& call, Request& d, size_t bytes) {
   const std::byte* probe = call.in_parts ? call.in_parts[0].ptr : call.in;
   if (bytes <= kInlineBytes) return d.payload;
   if (bytes > slot_limit(call.verb, g_.size(), d.has_ring) ||
-      (bytes > kDirectFrom && !crowded && g_.heap().holds(probe))) {
+      (bytes > kDirectFrom && !crowded && (g_.heap().holds(probe) || is_better_read(call, d, bytes)))) {
     d.input = Holder::place;
     d.in = call.in_parts ? Place{} : g_.locate(call.in, bytes);
     return nullptr;
   }
   if (call.root == g_.rank() && (call.verb == Verb::reduce || call.verb == Verb::gather)) {
     d.input = Holder::kept;
-    d.in = {};
+    d.in = Place::hidden(call.in);
     return nullptr;
   }
   if (d.has_ring && bytes > kRingFrom) return take_ring(d, bytes);
@@ -117,10 +128,13 @@ std::byte* Requests::place_input(const Call& call, Request& d, size_t bytes) {
 
 std::byte* Requests::take_ring(Request& d, size_t bytes) {
   d.input = Holder::ring;
-  if (turn_ > kRingBytes - bytes) d.turn = turn_ = 0;
-  std::byte* holder = ring_ + turn_;
-  turn_ += (bytes + 4095) / 4096 * 4096;
-  return holder;
+  // Not over the slot of the call before, which a peer may still read.
+  size_t at = turn_ + bytes > ring_window(Tuning::of(d.tuning)) ? 0 : turn_;
+  if (at < slot_end_ && slot_begin_ < at + bytes) at = slot_end_;
+  static_assert(kRingBytes >= 3 * kRingSlotBytes);
+  d.turn = slot_begin_ = at;
+  turn_ = slot_end_ = at + (bytes + 4095) / 4096 * 4096;
+  return ring_ + at;
 }
 
 void Requests::place_output(const Call& call, Request& d) const {
@@ -159,8 +173,47 @@ bool Requests::needs_ring(const Call& call, size_t bytes) const {
     const std::byte* probe = call.in_parts ? call.in_parts[0].ptr : call.in;
     return bytes > (g_.facts().crowded ? kCrowdedRingFrom : kRingFrom) && !g_.heap().holds(probe);
   }
+  return longest_of(call, bytes) > kAlwaysInSlot;
+}
+
+// Whether peers could read this rank's tensors of the call where they are, and it theirs.
+bool Requests::may_be_read(const Call& call, size_t bytes) const {
+  if (!g_.reads_all() || call.epilogue) return false;
+  std::vector<std::pair<const void*, size_t>> ranges;
+  auto add = [&](const std::byte* at, size_t n) {
+    if (n > kDirectFrom && !g_.heap().holds(at)) ranges.emplace_back(at, n);
+  };
+  if (!call.in_parts) add(call.in, bytes);
+  for (int r = 0; call.in_parts && r < g_.size(); r++)
+    add(call.in_parts[r].ptr, call.in_parts[r].count * dtype_bytes(call.dtype));
+  return is_readable(ranges.data(), ranges.size());
+}
+
+bool Requests::is_long_and_hidden(const Call& call) const {
+  const std::byte* in = call.in_parts ? call.in_parts[0].ptr : call.in;
+  const std::byte* out = call.out_parts ? call.out_parts[0].ptr : call.out;
+  return longest_of(call, input_bytes(call)) >= kTunedFrom &&
+         ((in && !g_.heap().holds(in)) || (out && !g_.heap().holds(out)));
+}
+
+// Bytes of this rank's input or output, whichever is longer.
+size_t Requests::longest_of(const Call& call, size_t input_bytes) const {
   const size_t got = call.out_parts ? sum_of_parts(call.out_parts) : call.count;
-  return std::max(bytes, got * dtype_bytes(call.dtype)) > kAlwaysInSlot;
+  return std::max(input_bytes, got * dtype_bytes(call.dtype));
+}
+
+// What is read at a time must be long enough: of a reduction a rank's share, otherwise what goes to one rank.
+bool Requests::is_better_read(const Call& call, const Request& d, size_t bytes) const {
+  const bool reduces = call.op != RedOp::none, in_shares = reduces || call.in_parts;
+  const size_t at_a_time = in_shares ? bytes / g_.peers().size() : bytes;
+  return d.reads && Tuning::of(d.tuning).reads_from(at_a_time, call.verb == Verb::all_reduce);
+}
+
+bool Requests::all_read(size_t bytes, bool reduces) const {
+  for (const Request& d : requests_)
+    if (!d.reads) return false;
+  // What was measured for reductions is an all_reduce; the others move as little as copies do.
+  return Tuning::of(of(0).tuning).reads_from(bytes, reduces && of(0).verb == Verb::all_reduce);
 }
 
 bool Requests::all_buffered() const {

@@ -39,6 +39,11 @@ class Requests {
   // No rank's input is read where it is, so every rank can serve itself and nobody writes for another.
   bool all_buffered() const;
 
+  // Whether this rank's input, or its output, is one whose way is worth a measurement.
+  bool is_long_and_hidden(const Call& call) const;
+  // Everybody can read everybody's own memory, and so many bytes at a time are faster read than staged.
+  bool all_read(size_t bytes, bool reduces) const;
+
   // What peers were told to write into: what of it is this rank's, and whether there is anything at all.
   struct Exposed {
     std::vector<std::pair<std::byte*, size_t>> own;
@@ -54,6 +59,7 @@ class Requests {
   // A call has used so many pieces of this rank's ring.
   void end_pieces(size_t piece_bytes, uint64_t pieces) {
     turn_ = (turn_ / piece_bytes + pieces) * piece_bytes % kRingBytes;
+    slot_begin_ = slot_end_ = 0;  // all ranks have left the calls before
   }
 
  private:
@@ -68,6 +74,9 @@ class Requests {
   void fill_table(const Call& call);
   bool needs_ring(const Call& call, size_t bytes) const;
   std::byte* find_ring(int r) const;
+  size_t longest_of(const Call& call, size_t input_bytes) const;
+  bool may_be_read(const Call& call, size_t bytes) const;
+  bool is_better_read(const Call& call, const Request& d, size_t bytes) const;
 
   // check.cc
   void copy_requests(const Call& call);
@@ -87,8 +96,9 @@ class Requests {
   std::vector<Request> requests_;
   std::vector<TableEntry> tables_;  // rank by rank
   std::vector<std::byte*> rings_;
-  std::byte* ring_ = nullptr;  // this rank's own, if the call has one
-  size_t turn_ = 0;            // where the next call begins in it
+  std::byte* ring_ = nullptr;             // this rank's own, if the call has one
+  size_t turn_ = 0;                       // where the next call begins in it
+  size_t slot_begin_ = 0, slot_end_ = 0;  // of the last call that has held its input in it
 };
 
 }  // namespace unisono

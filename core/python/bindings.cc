@@ -201,6 +201,7 @@ void add_classes(nb::module_& m) {
       .def_prop_ro("size", &Communicator::size)
       .def_prop_ro("name", &Communicator::name)
       .def_prop_ro("staged_bytes", &Communicator::staged_bytes)
+      .def_prop_ro("single_copy_bytes", &Communicator::single_copy_bytes)
       .def_prop_ro("calls", &Communicator::calls)
       .def_prop_ro("id", &Communicator::id)
       .def_prop_ro("cache_bytes", &Communicator::cache_bytes)

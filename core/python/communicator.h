@@ -37,6 +37,7 @@ class Communicator {
   const std::string& name() { return group().facts().name; }
   void rename(const std::string& name) { group().rename(name); }
   uint64_t staged_bytes() { return engine_->staged_bytes(); }
+  uint64_t single_copy_bytes() { return engine_->single_copy_bytes(); }
   uint64_t calls() { return group().seq(); }
   uint64_t id() { return group().facts().id; }
   size_t cache_bytes() { return group().facts().cache_bytes; }

@@ -1,9 +1,15 @@
 // See memory.h.
 #include "python/memory.h"
 
+#include <nanobind/stl/string.h>
+
+#include <bit>
+
+#include "base/tuning.h"
 #include "memory/heap.h"
 #include "memory/sharing.h"
 #include "python/errors.h"
+#include "verbs/trial.h"
 
 namespace nb = nanobind;
 
@@ -34,6 +40,44 @@ size_t trim() {
   return heap->trim_now();
 }
 
+nb::dict describe_tuning(Tuning tuning) {
+  nb::dict d;
+  d["machine"] = machine_words();
+  d["file"] = tuning_file();
+  d["known"] = tuning.is_known();
+  auto bytes_from = [](uint8_t from) { return from == Tuning::kNever ? 0 : size_t{1} << from; };
+  d["single_copy_from"] = bytes_from(tuning.single_from);
+  d["single_reduce_from"] = bytes_from(tuning.reduce_from);
+  d["piece_bytes"] = size_t{1} << tuning.piece;
+  d["ring_bytes"] = size_t{1} << tuning.ring;
+  return d;
+}
+
+// What ordinary tensors go by; `measure`: after a new measurement, which is kept, with its times.
+nb::dict tuning(bool measure) {
+  if (!measure) return describe_tuning(current_tuning());
+  Trial trial;
+  {
+    nb::gil_scoped_release release;
+    trial = measure_tuning();
+    if (trial.is_complete) keep_tuning(trial.tuning);
+  }
+  nb::dict d = describe_tuning(current_tuning());
+  nb::list times;
+  for (const Trial::Time& t : trial.times) times.append(nb::make_tuple(t.way, t.bytes, t.us));
+  d["times"] = times;
+  d["complete"] = trial.is_complete;
+  return d;
+}
+
+// For this process and for as long as it lives. 0: never.
+void choose_tuning(size_t single_copy_from, size_t single_reduce_from, size_t piece_bytes, size_t ring_bytes) {
+  auto log = [](size_t n) { return n ? static_cast<uint8_t>(std::bit_width(n) - 1) : Tuning::kNever; };
+  const Tuning wanted{log(single_copy_from), log(single_reduce_from), log(piece_bytes), log(ring_bytes)};
+  if (!Tuning::of(wanted.word()).is_known()) throw nb::value_error("no such tuning: sizes are powers of two");
+  set_tuning(wanted);
+}
+
 void replace_torch_allocator(const char* library) {
   Failure failure;
   if (!replace_allocator(library, failure)) raise(failure, "", -1);
@@ -44,6 +88,8 @@ void replace_torch_allocator(const char* library) {
 void add_memory(nb::module_& m) {
   m.def("heap_usage", &heap_usage);
   m.def("trim", &trim);
+  m.def("tuning", &tuning, nb::arg("measure") = false);
+  m.def("choose_tuning", &choose_tuning);
   m.def("replace_allocator", &replace_torch_allocator);
   m.def("share_from", &share_from);
   m.def("share_refusals", &share_refusals);

@@ -9,6 +9,7 @@
 
 #include "base/faults.h"
 #include "verbs/mover.h"
+#include "verbs/trial.h"
 
 namespace unisono {
 namespace {
@@ -111,6 +112,7 @@ Code Collectives::meet_and_move(Call& call, bool& checked) {
   call.deadline_ns = 0;  // set by the first wait that is not over at once
   call.gauged = 0;
   call.past_caches = false;
+  if (g_.rank() == 0 && !current_tuning().is_known() && requests_.is_long_and_hidden(call)) find_tuning();
   put_input(call, requests_.describe(call));
   requests_.publish(call);
   record(call);
@@ -119,6 +121,15 @@ Code Collectives::meet_and_move(Call& call, bool& checked) {
   if (Code code = requests_.check(call); code != Code::ok) return code;
   checked = true;
   return Mover(g_, waiter_, requests_, staging_, call).run();
+}
+
+// At the first use on this kind of machine; the other ranks wait for rank 0's request meanwhile.
+void Collectives::find_tuning() {
+  const Trial trial = measure_tuning();
+  if (trial.is_complete)
+    keep_tuning(trial.tuning);
+  else
+    set_tuning(trial.tuning.is_known() ? trial.tuning : kDefaultTuning);
 }
 
 // Copies the input to where peers read it, if its own place is not that.

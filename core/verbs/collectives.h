@@ -11,6 +11,7 @@
 #pragma once
 
 #include <atomic>
+#include <vector>
 
 #include "group/requests.h"
 #include "verbs/gauge.h"
@@ -21,8 +22,13 @@ namespace unisono {
 struct Staging {
   StageGauge gauge;
   uint64_t pieces = 0;  // staged pieces of all calls so far; equal on all ranks between calls
-  // Bytes that had to be copied to where peers can read them. Counted by whoever runs a call, read by others, relaxed.
-  std::atomic<uint64_t> bytes{0};
+  // Bytes that had to be copied to where peers can read them, or were read from a peer's own memory; and the latter
+  // alone. Counted by whoever runs a call, read by others, relaxed.
+  std::atomic<uint64_t> bytes{0}, single{0};
+  std::vector<std::byte> read;  // blocks, on cache lines, of what this rank has read from each other
+  std::byte* read_block(size_t r, size_t block_bytes) {
+    return read.data() + (64 - reinterpret_cast<uintptr_t>(read.data()) % 64) + r * block_bytes;
+  }
 
   // How this rank writes the `bytes` of a call that others read.
   void ask_gauge(Call& call, size_t bytes_of_call) {
@@ -37,11 +43,13 @@ class Collectives {
   Collectives(Group& group, Waiter& waiter) : g_(group), waiter_(waiter), requests_(group, waiter) {}
   Code run(Call& call);  // one thread at a time
   uint64_t staged_bytes() const { return staging_.bytes.load(std::memory_order_relaxed); }
+  uint64_t single_copy_bytes() const { return staging_.single.load(std::memory_order_relaxed); }
 
  private:
   void record(const Call& call);
   Code run_recorded(Call& call);
   Code meet_and_move(Call& call, bool& checked);
+  void find_tuning();
   void put_input(Call& call, Requests::Input input);
   bool lost_an_output(const Call& call);
   void withdraw(Call& call, bool checked);

@@ -2,7 +2,8 @@
 //
 // All five are sets of segments (from, to). A segment that both ends can see may be copied by anyone, so those are
 // dealt out until every rank has the same number of bytes to write; one end visible: the other end copies; no end
-// visible: the sender puts it piece by piece into its stage ring and the receiver takes it out. Invariant: ranks deal
+// visible: the receiver reads it where it is (reach.h) if all ranks can do that and it is long enough, else the sender
+// puts it piece by piece into its stage ring and the receiver takes it out. Invariant: ranks deal
 // with the same arguments (descriptors only), so every segment is copied exactly once. Where everybody gets the same
 // bytes (all_gather, broadcast) and all of it is visible, the bytes are cut instead: a rank loads its range once and
 // stores it to all outputs.
@@ -14,8 +15,9 @@
 namespace unisono {
 namespace {
 
-constexpr size_t kLeastCut = 64 << 10;  // smaller leftovers are not worth another rank's attention
-constexpr size_t kTile = 32 << 10;      // stays in the second-level cache between two uses
+constexpr size_t kLeastCut = 64 << 10;        // smaller leftovers are not worth another rank's attention
+constexpr Place kHeld = {uint64_t{1} << 63};  // visible to all, in a line, a slot or a ring
+constexpr size_t kTile = 32 << 10;            // stays in the second-level cache between two uses
 
 }  // namespace
 
@@ -46,9 +48,7 @@ std::byte* Mover::segment_target(int from, int to) const {
 // Where a segment begins and ends, in words all ranks share; nothing if only its own rank can see it. What is held in a
 // line or slot is visible to all.
 Place Mover::source_place(int from, int to) const {
-  const Request& d = request(from);
-  if (held(from)) return Place{1};
-  return d.has_table && entry(from, to).in_count ? entry(from, to).in : d.in;
+  return held(from) ? kHeld : input_place(from, to);
 }
 
 Place Mover::target_place(int from, int to) const {
@@ -135,6 +135,8 @@ struct Mover::CopyPlan {
   std::vector<Job> mine;       // what this rank was dealt of them
   std::vector<size_t> load;    // by rank: bytes to write
   std::vector<size_t> staged;  // by rank: bytes of its stream through its stage
+  std::vector<size_t> hidden;  // by rank: bytes for it that are visible at neither end
+  bool single = false;         // those are read where they are, nothing is staged
   size_t total = 0;            // bytes that are written without a stage
   bool stream = false;         // past the caches
 
@@ -150,6 +152,8 @@ Mover::CopyPlan Mover::plan_copies() const {
   CopyPlan plan;
   plan.load.resize(static_cast<size_t>(size_));
   plan.staged.resize(static_cast<size_t>(size_));
+  plan.hidden.resize(static_cast<size_t>(size_));
+  size_t longest = 0;
   for (int to = 0; to < size_; to++)
     for (int from = 0; from < size_; from++) {
       const size_t n = bytes(segment(from, to));
@@ -165,11 +169,24 @@ Mover::CopyPlan Mover::plan_copies() const {
       } else {
         size_t& stream = plan.staged[static_cast<size_t>(from)];
         stream = is_same_for_all() ? n : stream + n;
+        plan.hidden[static_cast<size_t>(to)] += n;
+        longest = std::max(longest, n);
         continue;
       }
       plan.total += n;
     }
+  plan.single = longest && requests_.all_read(longest, false);
+  for (int to = 0; plan.single && to < size_; to++) {
+    plan.load_of(to) += plan.hidden[static_cast<size_t>(to)];
+    plan.total += plan.hidden[static_cast<size_t>(to)];
+    plan.staged[static_cast<size_t>(to)] = 0;
+  }
   return plan;
+}
+
+// Visible at neither end.
+bool Mover::is_hidden(int from, int to) const {
+  return from != to && segment(from, to) && !source_place(from, to) && !target_place(from, to);
 }
 
 // First to the receiver, up to a fair share; what is over goes to whoever has room.
@@ -207,15 +224,19 @@ Code Mover::copy_own(const CopyPlan& plan) {
       return g_.break_with(c_, Code::system, "rank " + std::to_string(r) + " published an impossible place", {r});
     return copy_block(target, source, n, plan.stream);
   };
-  for (int r = 0; r < size_; r++) {
+  for (int k = 0; k < size_; k++) {
+    const int r = (me_ + k) % size_;
     const size_t in = bytes(segment(r, me_)), out = bytes(segment(me_, r));
     const bool pull = r == me_ ? !keeps_own_while_staging(plan.staged) : source_place(r, me_) && !target_place(r, me_);
     if (in && pull)
       if (Code code = copy(r, segment_target(r, me_), segment_source(r, me_), in); code != Code::ok) return code;
     if (out && r != me_ && !source_place(me_, r) && target_place(me_, r))
       if (Code code = copy(r, segment_target(me_, r), segment_source(me_, r), out); code != Code::ok) return code;
+    if (in && r != me_ && plan.single && is_hidden(r, me_))
+      if (Code code = read_hidden(r, segment_target(r, me_), source_place(r, me_).address(), in); code != Code::ok)
+        return code;
   }
-  return Code::ok;
+  return plan.single ? all_are_there() : Code::ok;
 }
 
 Code Mover::copy_dealt(const CopyPlan& plan) {
@@ -252,9 +273,7 @@ class Mover::StagedCopy {
   void fill_segment(int to, uint64_t p, size_t hi);
   Code take(uint64_t p);
   void publish(Phase phase, uint64_t p) { m_.g_.publish(m_.g_.mine().flag(phase), base_ + p + 1); }
-  bool hidden(int from, int to) const {
-    return from != to && m_.segment(from, to) && !m_.source_place(from, to) && !m_.target_place(from, to);
-  }
+  bool hidden(int from, int to) const { return m_.is_hidden(from, to); }
   std::byte* ring(int r, uint64_t p) const { return m_.stage(static_cast<size_t>(r)).stream(p); }
   // Where in `from`'s stream the segment for `to` begins.
   size_t stream_begin(int from, int to) const {

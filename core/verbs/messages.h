@@ -1,13 +1,13 @@
 // Point-to-point messages of one group, matched by sender and tag.
 //
 // Each ordered pair of ranks has a mailbox: a ring of entries in the sender's block, and of replies in the receiver's
-// (control.h). A short message travels in its entry; one in the heap is read where it is; any other goes through a
-// small buffer of the sender's heap that both ends work through in turns. Sends and receives do not stand in the
-// group's order of collectives: all pending ones advance together (`step`), driven by whoever waits for one of them.
-// Messages to one rank are posted in order; a receive takes the oldest with its tag. When unexpected messages, for
-// which there is no receive yet, fill a whole mailbox, the oldest is taken into memory of our own.
-// Invariant: entry i is written again only after reply i says done.
-// Memory order: `mutex_` guards all state here; what the two ends share is released and acquired by the flags of
+// (control.h). A short message travels in its entry; one in the heap is read where it is, and so is a long one
+// elsewhere if the receiver can do that (reach.h); any other goes through a small buffer of the sender's heap that both
+// ends work through in turns. Sends and receives do not stand in the group's order of collectives: all pending ones
+// advance together (`step`), driven by whoever waits for one of them. Messages to one rank are posted in order; a
+// receive takes the oldest with its tag. When unexpected messages, for which there is no receive yet, fill a whole
+// mailbox, the oldest is taken into memory of our own. Invariant: entry i is written again only after reply i says
+// done. Memory order: `mutex_` guards all state here; what the two ends share is released and acquired by the flags of
 // MailboxEntry and Reply.
 #pragma once
 
@@ -97,6 +97,7 @@ class Messages final : private Scratch::User {
   void step_send(Message& m);
   bool post(Message& m);
   bool fill_entry(Message& m, MailboxEntry& entry);
+  bool may_be_read(const Message& m) const;
   void fill_buffer(Message& m);
   void end_send(Message& m);
   void set_aside(Message& m);
@@ -104,6 +105,7 @@ class Messages final : private Scratch::User {
   // receive.cc
   void step_receive(Message& m);
   bool read(Message& m);
+  bool read_hidden(Message& m);
   bool read_staged(Message& m);
   void end_receive(Message& m);
   uint64_t seen(int from);

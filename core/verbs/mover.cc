@@ -1,15 +1,26 @@
 // See mover.h: what copies and reductions share.
 #include "verbs/mover.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <bit>
+#include <cstring>
+
+#include "base/tuning.h"
+#include "group/reach.h"
 
 namespace unisono {
+namespace {
+
+constexpr int64_t kDeathShowsIn = 200'000'000;  // that a rank has given up, or is dying
+
+}  // namespace
 
 const std::byte* Mover::input(int r, int j, size_t count) const {
   if (r == me_) return c_.in_parts ? c_.in_parts[j].ptr : c_.in;
   const Request& d = request(r);
-  if (!held(r)) return g_.resolve(d.has_table && entry(r, j).in_count ? entry(r, j).in : d.in, bytes(count));
+  if (!held(r)) return g_.resolve(input_place(r, j), bytes(count));
   const std::byte* at = d.input == Holder::inlined ? d.payload
                         : d.input == Holder::slot  ? g_.peer(r).block.slot(c_.seq)
                                                    : requests_.ring(r) + d.turn;
@@ -21,31 +32,39 @@ const std::byte* Mover::input(int r, int j, size_t count) const {
   return at;
 }
 
+Place Mover::input_place(int r, int j) const {
+  return request(r).has_table && entry(r, j).in_count ? entry(r, j).in : request(r).in;
+}
+
 std::byte* Mover::output(int r, int j, size_t count) const {
   if (r == me_) return c_.out_parts ? c_.out_parts[j].ptr : c_.out;
   const Request& d = request(r);
   return g_.resolve(d.has_table && entry(r, j).out_count ? entry(r, j).out : d.out, bytes(count));
 }
 
+size_t Mover::longest_piece() const {
+  const Tuning tuning = Tuning::of(request(0).tuning);
+  return tuning.is_known() ? size_t{1} << tuning.piece : kRingPieceBytes;
+}
+
 // Each rank's stage is in its ring if it has one that does not hold its input, else in its block. Pieces are as long on
 // all ranks: a quarter of the message, so that writing and reading it overlap, within what stages can hold. All from
 // descriptors, so ranks agree.
-bool Mover::find_stages(size_t message, size_t least) {
+bool Mover::find_stages(size_t message, size_t least, bool few) {
   auto in_ring = [&](int r) { return request(r).has_ring && request(r).input != Holder::ring; };
   bool rings = true;
   for (int r = 0; r < size_; r++) rings = rings && in_ring(r);
-  bool few = false;
   for (int r = 0; r < size_; r++) few = few || request(r).few_pieces;
   few = few && rings;
-  piece_ = std::clamp(std::bit_ceil(few ? message : message / 4 + 1), std::max<size_t>(32 << 10, std::bit_ceil(least)),
-                      few     ? kLongPieceBytes
-                      : rings ? kRingPieceBytes
-                              : kPieceBytes);
+  const size_t shortest = std::max<size_t>(32 << 10, std::bit_ceil(least));
+  const size_t longest = few ? kLongPieceBytes : rings ? longest_piece() : kPieceBytes;
+  piece_ = std::clamp(std::bit_ceil(few ? message : message / 4 + 1), shortest, std::max(shortest, longest));
+  const size_t window = few ? kRingBytes : std::max(ring_window(Tuning::of(request(0).tuning)), 4 * piece_);
   stages_.clear();
   depth_ = SIZE_MAX;
   for (int r = 0; r < size_; r++) {
     Stage stage = {g_.peer(r).block.stage(), kStageBytes, piece_, 0};
-    if (in_ring(r)) stage = {requests_.ring(r), kRingBytes, piece_, request(r).turn / piece_};
+    if (in_ring(r)) stage = {requests_.ring(r), window, piece_, request(r).turn / piece_};
     if (!stage.base) return false;
     depth_ = std::min(depth_, stage.depth());
     stages_.push_back(stage);
@@ -80,6 +99,32 @@ Code Mover::look(size_t bytes) {
   since_ = 0;
   // A peer that has passed its exit owes nothing any more.
   return waiter_.health(c_, [&](int r) { return !g_.has_reached(r, Phase::exit, c_.seq); });
+}
+
+Code Mover::read_hidden(int r, std::byte* to, uint64_t address, size_t bytes) {
+  for (size_t done = 0; done < bytes; done += kWorkBlock) {
+    const size_t part = std::min(kWorkBlock, bytes - done);
+    if (Code code = look(part); code != Code::ok) return code;
+    const int error = read_memory(g_.peer(r).pid, to + done, address + done, part);
+    staging_.bytes.fetch_add(part, std::memory_order_relaxed);
+    staging_.single.fetch_add(part, std::memory_order_relaxed);
+    if (!error) continue;
+    // Most likely it is about to be seen dead, or has given up; then that is what is told. A process loses its memory
+    // before its sockets, and on a busy machine the latter may take long.
+    for (const int64_t until = now_ns() + kDeathShowsIn; now_ns() < until || is_dying(g_.peer(r).pid); usleep(200))
+      if (Code code = waiter_.health(c_, [](int) { return true; }); code != Code::ok) return code;
+    return g_.break_with(c_, Code::system,
+                         "the memory of rank " + std::to_string(r) + " cannot be read: " + std::strerror(error), {r});
+  }
+  return Code::ok;
+}
+
+// After the last read: had a rank died before it, another process could have been read in its place. Nobody leaves a
+// call before all have said that they have read.
+Code Mover::all_are_there() {
+  for (const Peer& p : g_.peers())
+    if (p.link && p.link->hung_up()) return waiter_.health(c_, [](int) { return true; });
+  return Code::ok;
 }
 
 Code Mover::run() {

@@ -31,6 +31,7 @@ class Mover {
   // What a rank published, or holds itself. Part j of a single-part tensor is the tensor.
   const std::byte* input(int r, int j, size_t count) const;
   std::byte* output(int r, int j, size_t count) const;
+  Place input_place(int r, int j) const;  // of one that is not held
   const Request& request(int r) const { return requests_.of(r); }
   const TableEntry& entry(int r, int j) const { return requests_.entry(r, j); }
   bool buffered(int r) const { return request(r).input != Holder::place; }
@@ -38,7 +39,8 @@ class Mover {
   bool held(int r) const { return buffered(r) && request(r).input != Holder::kept; }
   size_t bytes(size_t count) const { return count * element_; }
   // For a message of so many bytes, and pieces of at least so many. False: a rank published an impossible stage.
-  bool find_stages(size_t message, size_t least = 0);
+  bool find_stages(size_t message, size_t least = 0, bool few = false);
+  size_t longest_piece() const;  // in a ring
   void end_stages(uint64_t pieces);
   const Stage& stage(size_t r) const { return stages_[r]; }
   Code leave();  // step 6
@@ -46,6 +48,9 @@ class Mover {
   // Before the next block of long work, after so many bytes of it: has anything happened? A rank that was given up
   // must see it before it writes to the others' tensors again (Collectives::withdraw).
   Code look(size_t bytes);
+  // Reads what rank r has in its own memory (reach.h).
+  Code read_hidden(int r, std::byte* to, uint64_t address, size_t bytes);
+  Code all_are_there();
 
   // copy.cc: broadcast, all_gather, gather, scatter, all_to_all
   Code copy_buffered();
@@ -63,6 +68,7 @@ class Mover {
     return c_.verb == Verb::broadcast || c_.verb == Verb::all_gather || c_.verb == Verb::gather;
   }
   bool keeps_own_while_staging(const std::vector<size_t>& staged) const;
+  bool is_hidden(int from, int to) const;
   Place source_place(int from, int to) const;
   Place target_place(int from, int to) const;
   size_t segment(int from, int to) const;                   // elements that go from one rank to another

@@ -5,7 +5,9 @@
 // sender's buffer as it fills; release `done`. Invariant: an envelope is copied once and only the copy is used, because
 // the sender can change the original at any time.
 #include <algorithm>
+#include <cstring>
 
+#include "group/reach.h"
 #include "kernels/reduce.h"
 #include "verbs/messages.h"
 
@@ -156,15 +158,29 @@ bool Messages::read(Message& m) {
       std::memcpy(m.data, entry.payload, m.bytes);
     return true;
   }
-  const std::byte* from = g_.resolve(m.envelope.place, m.bytes);
-  if (!from) {
+  if (!m.envelope.place && m.envelope.place.word) {
+    if (!read_hidden(m)) return false;
+  } else if (const std::byte* from = g_.resolve(m.envelope.place, m.bytes)) {
+    copy_bytes(m.data, from, m.bytes);
+  } else {
     fail(m.failure, Code::system, "a message names an impossible place", {m.source});
     return true;
   }
-  copy_bytes(m.data, from, m.bytes);
-  if (withdrawn(m))
+  if (withdrawn(m) && m.failure.code == Code::ok)
     fail(m.failure, Code::peer_lost, "rank " + std::to_string(m.source) + " gave up while its message was read",
          {m.source});
+  return true;
+}
+
+// Reads what the sender has in its own memory. False: it is dead, which whoever waits for the message will find out;
+// had it died before, another process could have been read in its place.
+bool Messages::read_hidden(Message& m) {
+  const Peer& peer = g_.peer(m.source);
+  const int error = read_memory(peer.pid, m.data, m.envelope.place.address(), m.bytes);
+  if ((peer.link && peer.link->hung_up()) || (error && is_dying(peer.pid))) return false;
+  if (error)
+    fail(m.failure, Code::system,
+         "the memory of rank " + std::to_string(m.source) + " cannot be read: " + std::strerror(error), {m.source});
   return true;
 }
 
@@ -181,7 +197,7 @@ bool Messages::read_staged(Message& m) {
     size_t at = m.moved % room, n = std::min({filled - m.moved, room - at, kSendTurn});
     copy_bytes(m.data + m.moved, from + at, n);
     m.moved += n;
-    g_.publish(reply.drained, m.moved);
+    if (room < m.bytes) g_.publish(reply.drained, m.moved);  // else the sender waits for no room
   }
   return m.moved == m.bytes;
 }

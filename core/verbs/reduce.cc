@@ -8,8 +8,10 @@
 //   copy in    a rank whose input is hidden puts piece p into its stage (but for the range it reduces itself)
 //   reduce     piece p - 1; results for hidden outputs go into this rank's out stage
 //   copy out   piece p - 2; a rank whose output is hidden takes its results from the out stages
-// The flags staged, reduced and copied count these. Invariant: a stage buffer is written again only when every rank has
-// passed the step that reads it (reduced for the in stage, copied for the out stage).
+// Where all ranks can read each other's own memory (reach.h) and that is faster, nothing is copied in: whoever reduces
+// a block reads it from all ranks first. The flags staged, reduced and copied count these. Invariant: a stage buffer is
+// written again only when every rank has passed the step that reads it (reduced for the in stage, copied for the out
+// stage).
 #include <algorithm>
 #include <vector>
 
@@ -19,6 +21,8 @@ namespace unisono {
 namespace {
 
 constexpr size_t kStagedBlock = 16 << 10;  // bytes that are reduced, then copied to the stage from the first cache
+constexpr size_t kReadBlock = 64 << 10;    // bytes that are read from other ranks, then reduced from the second cache
+constexpr size_t kLeastReadBlock = 16 << 10;  // the same with many ranks
 
 }  // namespace
 
@@ -62,8 +66,9 @@ class Mover::SharedReduction {
   Code plan_pieces();
   void copy_in(uint64_t p);
   Code reduce_piece(uint64_t p);
-  void reduce_block(uint64_t p, size_t span, size_t element, size_t at, size_t count);
+  Code reduce_block(uint64_t p, size_t span, size_t element, size_t at, size_t count);
   void copy_out(uint64_t p);
+  bool all_have_addresses() const;
   Code run_pipeline();
   Code step_in(uint64_t p);
   Code step_reduce(uint64_t p);
@@ -78,6 +83,12 @@ class Mover::SharedReduction {
   size_t piece_count(uint64_t p) const {
     size_t n = 0;
     for (const Span& s : spans_) n += s.begin(p + 1, pieces_, grain_) - s.begin(p, pieces_, grain_);
+    return n;
+  }
+  // No piece has more elements than this.
+  size_t most_in_a_piece() const {
+    size_t n = 0;
+    for (const Span& s : spans_) n += (s.count / grain_ + pieces_ - 1) / pieces_ * grain_ + s.count % grain_;
     return n;
   }
   // Where in a piece of n elements the share of rank r begins.
@@ -111,6 +122,8 @@ class Mover::SharedReduction {
   const std::vector<uint8_t> everyone_;
   bool any_out_ = false;  // an output is hidden
   bool staged_ = false;
+  bool single_ = false;  // hidden inputs are read where they are
+  size_t read_block_ = 0;
   bool stream_ = false;
   uint64_t pieces_ = 1;
   uint64_t base_ = 0;  // pieces of earlier calls
@@ -150,7 +163,7 @@ Code Mover::SharedReduction::find_places() {
       const int j = static_cast<int>(s);
       if (n == 0) continue;
       in_[s * ranks_ + r] = m_.input(who, j, n);
-      if (!m_.held(who) && !(d.has_table && m_.entry(who, j).in_count ? m_.entry(who, j).in : d.in)) in_hidden_[r] = 1;
+      if (!m_.held(who) && !m_.input_place(who, j)) in_hidden_[r] = 1;
       if (!takes(s, r)) continue;
       out_[s * ranks_ + r] = m_.output(who, 0, n);
       if (!d.out) out_hidden_[r] = 1;
@@ -167,11 +180,17 @@ Code Mover::SharedReduction::find_places() {
 Code Mover::SharedReduction::plan_pieces() {
   any_out_ = std::count(out_hidden_.begin(), out_hidden_.end(), 1) > 0;
   staged_ = any_out_ || std::count(in_hidden_.begin(), in_hidden_.end(), 1) > 0;
+  single_ = staged_ && m_.requests_.all_read(bytes(total_) / ranks_, true) && all_have_addresses();
+  if (single_) {
+    read_block_ = std::max(kLeastReadBlock, kReadBlock / (ranks_ - 1)) / 64 * 64;
+    m_.staging_.read.resize(read_block_ * ranks_ + 64);
+  }
   if (staged_) m_.staging_.ask_gauge(m_.c_, bytes(total_));
-  if (!m_.find_stages(bytes(total_), spans_.size() * 8 * 64))
+  if (!m_.find_stages(bytes(total_), spans_.size() * 8 * 64, single_))
     return m_.g_.break_with(m_.c_, Code::system, "a rank published an impossible stage", {});
-  const size_t room = m_.piece_ / m_.element_ - spans_.size() * 2 * grain_;
-  pieces_ = staged_ ? (total_ + room - 1) / room : 1;
+  const size_t room = m_.piece_ / m_.element_;
+  pieces_ = staged_ ? std::max<uint64_t>(1, (total_ + room - 1) / room) : 1;
+  while (staged_ && most_in_a_piece() > room) pieces_++;
   base_ = m_.staging_.pieces;
   const bool in_place = m_.c_.in && m_.c_.in == m_.c_.out;
   stream_ = !in_place && bytes(total_) * (ranks_ + 1) >= m_.g_.facts().cache_bytes / 4 * 3;
@@ -193,22 +212,32 @@ void Mover::SharedReduction::copy_in(uint64_t p) {
 
 Code Mover::SharedReduction::reduce_piece(uint64_t p) {
   const size_t n = piece_count(p);
-  const size_t block = (any_out_ && m_.c_.past_caches ? kStagedBlock : kWorkBlock) / m_.element_;
+  const size_t most = any_out_ && m_.c_.past_caches ? kStagedBlock : kWorkBlock;
+  const size_t block = (single_ ? read_block_ : most) / m_.element_;
   Code code = Code::ok;
   each(p, share(n, self_), share(n, self_ + 1), [&](size_t s, size_t element, size_t at, size_t count) {
     for (size_t done = 0; done < count && code == Code::ok; done += block) {
       const size_t part = std::min(block, count - done);
       code = m_.look(bytes(part) * ranks_);
-      if (code == Code::ok) reduce_block(p, s, element + done, at + done, part);
+      if (code == Code::ok) code = reduce_block(p, s, element + done, at + done, part);
     }
   });
   return code;
 }
 
-void Mover::SharedReduction::reduce_block(uint64_t p, size_t s, size_t element, size_t at, size_t count) {
+Code Mover::SharedReduction::reduce_block(uint64_t p, size_t s, size_t element, size_t at, size_t count) {
   for (size_t r = 0; r < ranks_; r++) {
-    const bool from_stage = r != self_ && in_hidden_[r];
-    src_[r] = from_stage ? m_.stage(r).in(p) + bytes(at) : in(s, r) + bytes(element);
+    if (r == self_ || !in_hidden_[r]) {
+      src_[r] = in(s, r) + bytes(element);
+    } else if (!single_) {
+      src_[r] = m_.stage(r).in(p) + bytes(at);
+    } else {
+      const int who = static_cast<int>(r);
+      std::byte* block = m_.staging_.read_block(r, read_block_);
+      const uint64_t from = m_.input_place(who, static_cast<int>(s)).address() + bytes(element);
+      if (Code code = m_.read_hidden(who, block, from, bytes(count)); code != Code::ok) return code;
+      src_[r] = block;
+    }
   }
   dst_.clear();
   bool to_stage = false;
@@ -226,6 +255,7 @@ void Mover::SharedReduction::reduce_block(uint64_t p, size_t s, size_t element, 
   const bool past = to_stage ? past_caches && !copy_later : stream_;
   unisono::reduce({m_.c_.dtype, m_.c_.op, count, src_.data(), ranks_, dst_.data(), dst_.size(), factors_.data(), past});
   if (copy_later) copy_stream(staged_at, dst_[0], bytes(count));  // from the first cache
+  return Code::ok;
 }
 
 void Mover::SharedReduction::copy_out(uint64_t p) {
@@ -239,7 +269,18 @@ void Mover::SharedReduction::copy_out(uint64_t p) {
   }
 }
 
+// Of what would have to be read.
+bool Mover::SharedReduction::all_have_addresses() const {
+  for (size_t r = 0; r < ranks_; r++) {
+    const int who = static_cast<int>(r);
+    for (size_t s = 0; in_hidden_[r] && s < spans_.size(); s++)
+      if (spans_[s].count && !m_.input_place(who, static_cast<int>(s)).word) return false;
+  }
+  return true;
+}
+
 Code Mover::SharedReduction::step_in(uint64_t p) {
+  if (single_) return Code::ok;
   if (p >= m_.depth_ && in_hidden_[self_])
     if (Code code = wait(Phase::reduced, p - m_.depth_, everyone_); code != Code::ok) return code;
   const int64_t began = now_ns();
@@ -250,7 +291,8 @@ Code Mover::SharedReduction::step_in(uint64_t p) {
 }
 
 Code Mover::SharedReduction::step_reduce(uint64_t p) {
-  if (Code code = wait(Phase::staged, p, in_hidden_); code != Code::ok) return code;
+  if (!single_)
+    if (Code code = wait(Phase::staged, p, in_hidden_); code != Code::ok) return code;
   if (any_out_ && p >= m_.depth_)
     if (Code code = wait(Phase::copied, p - m_.depth_, out_hidden_); code != Code::ok) return code;
   const int64_t began = now_ns();
@@ -280,7 +322,7 @@ Code Mover::SharedReduction::run_pipeline() {
     if (code != Code::ok) return code;
   }
   m_.end_stages(pieces_);
-  return Code::ok;
+  return single_ ? m_.all_are_there() : Code::ok;
 }
 
 Code Mover::SharedReduction::run() {

@@ -6,6 +6,8 @@
 // copied aside, so that it never keeps its sender.
 #include <algorithm>
 
+#include "base/tuning.h"
+#include "group/reach.h"
 #include "kernels/reduce.h"
 #include "verbs/messages.h"
 
@@ -63,7 +65,7 @@ bool Messages::fill_entry(Message& m, MailboxEntry& entry) {
   if (m.bytes <= sizeof entry.payload) {
     envelope.carrier = Carrier::inlined;
     if (m.bytes) std::memcpy(entry.payload, m.data, m.bytes);
-  } else if (place) {
+  } else if (place || may_be_read(m)) {
     envelope.carrier = Carrier::place;
     envelope.place = place;
   } else {
@@ -72,8 +74,19 @@ bool Messages::fill_entry(Message& m, MailboxEntry& entry) {
     m.buffer = arena_.take(std::min(m.bytes, kSendBuffer), m.failure);
     if (!m.buffer) return false;
     envelope.place = g_.locate(m.buffer, std::min(m.bytes, kSendBuffer));
+    // What is short is there with its envelope: the receiver need not look again.
+    m.moved = std::min(m.bytes, kSendTurn);
+    copy_bytes(m.buffer, m.data, m.moved);
+    entry.filled.store(m.moved, std::memory_order_relaxed);  // released with `posted`
   }
   return true;
+}
+
+// Whether the receiver can and should read an ordinary tensor where it is.
+bool Messages::may_be_read(const Message& m) const {
+  if (m.bytes <= kEager || m.peer == g_.rank() || !current_tuning().reads_from(m.bytes)) return false;
+  const std::pair<const void*, size_t> tensor{m.data, m.bytes};
+  return g_.peer(m.peer).block.reads_all().load(std::memory_order_relaxed) == 1 && is_readable(&tensor, 1);
 }
 
 void Messages::end_send(Message& m) {

@@ -33,6 +33,9 @@ _core.setup(
     spin_us=settings.spin_us,
     fork_copy_max=settings.fork_copy_max,
 )
+if settings.single_copy >= 0:
+    _start = max(settings.single_copy, 4 << 10) if settings.single_copy else 0
+    _core.choose_tuning(_start, _start, 256 << 10, 4 << 20)
 if settings.isa and not _core.set_isa(settings.isa):
     raise ValueError(f"UNISONO_ISA={settings.isa}: this CPU does not have it; leave it empty for the best there is")
 

@@ -3,6 +3,8 @@
 //
 // Thread ranks share mappings (a peer's heap is read at the address its owner uses), otherwise a race between two
 // mappings of the same page would be invisible. There are no sockets here: deaths are tested with real processes.
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -10,6 +12,7 @@
 #include <random>
 #include <thread>
 
+#include "base/tuning.h"
 #include "engine/engine.h"
 #include "kernels/reduce.h"
 
@@ -48,7 +51,7 @@ std::vector<std::shared_ptr<Engine>> make_engines(std::vector<Rank>& ranks, bool
   for (int r = 0; r < size; r++) {
     std::vector<Peer> peers;
     for (const Rank& p : ranks)
-      peers.push_back({p.heap->base(), p.heap->capacity(), p.heap->mapping(), Block(p.block, size), nullptr, 0});
+      peers.push_back({p.heap->base(), p.heap->capacity(), p.heap->mapping(), Block(p.block, size), nullptr, getpid()});
     GroupFacts facts{r, size, "threads", 1, timeout_ns, crowded};
     engines.push_back(
         Engine::open(std::make_unique<Group>(facts, ranks[static_cast<size_t>(r)].heap, std::move(peers))));
@@ -231,7 +234,8 @@ void one_call(Engine& engine, int me, std::mt19937& dice, bool async) {
   expect(right, verb_name(verb), me, n);
 }
 
-void test_programs(int size, bool crowded, int calls) {
+void test_programs(int size, bool crowded, int calls, Tuning tuning) {
+  set_tuning(tuning);
   auto engines = make_engines(size, crowded);
   on_all_ranks(engines, [&](Engine& engine, int me) {
     std::mt19937 dice(static_cast<uint32_t>(size * 1000 + calls));  // the same program on every rank
@@ -501,8 +505,10 @@ void test_mismatch_and_timeout(int size) {
 
 int main() {
   set_heap_capacity(size_t{64} << 20);
-  for (int size : {1, 2, 3, 5}) test_programs(size, size > 2, 60);
-  for (int size : {3, 4}) test_programs(size, false, 60);  // rings from small sizes on
+  for (const Tuning tuning : {kDefaultTuning, Tuning{13, 13, 16, 19}}) {
+    for (int size : {1, 2, 3, 5}) test_programs(size, size > 2, 60, tuning);
+    for (int size : {3, 4}) test_programs(size, false, 60, tuning);  // rings from small sizes on
+  }
   test_in_flight(2);
   test_in_flight(3);
   test_callbacks_that_wait(2);

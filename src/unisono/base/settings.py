@@ -47,6 +47,9 @@ share_min_bytes: int = int(_number("UNISONO_SHARE_MIN_BYTES", 64 << 10))
 share_max_bytes: int = int(_number("UNISONO_SHARE_MAX_BYTES", 0))
 #: Microseconds to spin for an answer before giving the processor away; -1: the built-in value.
 spin_us: int = int(_number("UNISONO_SPIN", -1))
+#: Bytes from which on ranks read each other's ordinary tensors where they are, in one copy by the kernel; 0: never; -1:
+#: as measured at first use.
+single_copy: int = int(_number("UNISONO_SINGLE_COPY", -1))
 #: Reduction kernels: "scalar", "avx2" or "avx512"; empty: the best this CPU has. Results do not depend on it.
 isa: str = os.environ.get("UNISONO_ISA", "")
 #: A folder for the flight recorder: each rank writes what it last did there when a group fails; empty: nowhere.

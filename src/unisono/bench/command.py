@@ -49,6 +49,7 @@ from .setup_peers import setup_peers
 from .summaries import matrix_lines, small_lines
 from .table import Progress, Table, add_ratios, header, machine_facts, show_bytes, standing_lines
 from .targets import judge, judgement_lines, target_items
+from .tuning import tuning_lines
 
 FORMAT = "unisono-bench/2"
 AGAINST = ("gloo", *PEERS)
@@ -142,6 +143,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--quota", type=percent, metavar="P[,P...]", help="all ranks together get P %% of one CPU: a cgroup, needs root"
     )
     what("--targets", action="store_true", help="say what is met and missed; without op: measure just what that needs")
+    what("--tuning", action="store_true", help="measure how ordinary tensors move fastest here, keep that, then end")
     add_options(parser)
     how = parser.add_argument_group("how").add_argument
     how("-c", dest="check", type=int, choices=(0, 1), default=1, help="check results before timing (default 1)")
@@ -336,6 +338,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.setup_peers:
         named = [name for name in args.against if name in PEERS]
         return 1 if setup_peers(named or list(PEERS)) else 0
+    if args.tuning:
+        print("\n".join(tuning_lines()))
+        return 0
     check_args(parser, args)
     if args.builds is not None:
         return builds(parser, args.builds, args.turns, command)

@@ -239,7 +239,8 @@ class Group:
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes this rank has copied through the stage; 0 as long as everything was in shared memory or small."""
+        """Bytes this rank has copied through the stage, or read from others' own memory; 0 as long as everything was in
+        shared memory or small."""
         return self.transport.staged_bytes
 
     # -- verbs
