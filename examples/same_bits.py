@@ -17,7 +17,7 @@ from torch import nn
 import unisono
 from unisono.testing import run_ranks
 
-DIM, HEADS, KV_HEADS, HEAD, HIDDEN, LAYERS, VOCABULARY = 1024, 16, 8, 64, 2752, 2, 256
+DIM, HEADS, KV_HEADS, HEAD, HIDDEN, LAYERS, VOCABULARY = 1024, 16, 8, 64, 2560, 2, 256
 
 
 def rotated(x, at):
