@@ -87,8 +87,10 @@ std::string machine_words() {
     for (std::string line; std::getline(file, line) && !line.empty();)  // the first processor's
       for (const char* key : {"vendor_id", "cpu family", "model", "model name", "stepping", "CPU part"})
         if (line.rfind(std::string(key) + "\t", 0) == 0) found += line.substr(line.find(':') + 1);
-    for (int i = 0; i < 4; i++)
-      found += " " + first_line("/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(i) + "/size");
+    for (int i = 0; i < 4; i++) {
+      found += ' ';
+      found += first_line("/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(i) + "/size");
+    }
     return found;
   }();
   return words;
