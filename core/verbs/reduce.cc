@@ -227,7 +227,8 @@ Code Mover::SharedReduction::reduce_piece(uint64_t p) {
 
 Code Mover::SharedReduction::reduce_block(uint64_t p, size_t s, size_t element, size_t at, size_t count) {
   for (size_t r = 0; r < ranks_; r++) {
-    if (r == self_ || !in_hidden_[r]) {
+    // Of a rank's parts some may be hidden and others not; a stage has both.
+    if (r == self_ || !in_hidden_[r] || (single_ && in(s, r))) {
       src_[r] = in(s, r) + bytes(element);
     } else if (!single_) {
       src_[r] = m_.stage(r).in(p) + bytes(at);

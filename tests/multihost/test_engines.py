@@ -73,13 +73,16 @@ def log_of(group):
     logger = logging.getLogger("unisono")
     logger.addHandler(handler)
     level = logger.level
-    logger.setLevel(logging.INFO)  # which also forgets what was too quiet to be said before
+    logger.setLevel(logging.INFO)
+    chosen = os.environ.pop("GLOO_SOCKET_IFNAME", None)  # other tests set it in the ranks of the pool; then nothing is said
     try:
         with over_hosts(group, LAYOUTS["2+2"]):
             return lines
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+        if chosen is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = chosen
 
 
 @pytest.mark.parametrize("size", [4])
