@@ -36,6 +36,9 @@ def test_every_verb(pool, size, tunings):
     for verb in ("all_gather", "reduce_scatter", "gather", "scatter"):
         calls += sampled_calls(verb, 12, counts=chunks, kinds=kinds, root=range(size), async_op=(False, True))
     calls += sampled_calls("all_to_all", 12, counts=[m for n in COUNTS for m in matrices(n, size)], kinds=kinds)
+    for verb, lists in (("reduce_scatter", ("mh", "mo")), ("all_gather", ("hm", "om"))):  # parts in both memories
+        mixed = [(both,) * size for both in lists]
+        calls += sampled_calls(verb, 8, counts=splits(90_000, size), kinds=mixed, form=("list",))
     pool.run(_choose, tunings)
     check(pool, calls)
 
