@@ -74,7 +74,7 @@ def log_of(group):
     logger.addHandler(handler)
     level = logger.level
     logger.setLevel(logging.INFO)
-    chosen = os.environ.pop("GLOO_SOCKET_IFNAME", None)  # other tests set it in the ranks of the pool; then nothing is said
+    chosen = os.environ.pop("GLOO_SOCKET_IFNAME", None)  # set in the ranks of the pool by other tests
     try:
         with over_hosts(group, LAYOUTS["2+2"]):
             return lines
