@@ -88,7 +88,7 @@ void Heap::limit_unused(size_t more) {
   const Ranges free = unused();
   if (free.total <= allowed) return;
   size_t left = std::min(more, free.total - allowed) / kPage * kPage;  // only whole pages go
-  for (auto [offset, bytes] : free.by_place) {  // from the beginning: what is at the end grows
+  for (auto [offset, bytes] : free.by_place) {                         // from the beginning: what is at the end grows
     const size_t part = std::min(left, bytes);
     if (part == 0) return;
     cold_.remove(offset, part);
