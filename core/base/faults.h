@@ -26,7 +26,7 @@ enum class Defence : uint8_t {
 };
 
 #if defined(UNISONO_FAULTS)
-// Does what a test asked for at this point, if it did: a phase's name, "joining" or "message".
+// Does what a test asked for at this point, if it did: a phase's name, "joining", "message" or "reading".
 void reach(const char* point);
 bool is_up(Defence defence);
 // From now on in this process: at the `nth` time that `point` is reached (from 1) it dies ("die"), stops ("stop") or

@@ -7,6 +7,7 @@
 #include <bit>
 #include <cstring>
 
+#include "base/faults.h"
 #include "base/tuning.h"
 #include "group/reach.h"
 
@@ -105,6 +106,7 @@ Code Mover::read_hidden(int r, std::byte* to, uint64_t address, size_t bytes) {
   for (size_t done = 0; done < bytes; done += kWorkBlock) {
     const size_t part = std::min(kWorkBlock, bytes - done);
     if (Code code = look(part); code != Code::ok) return code;
+    reach("reading");
     const int error = read_memory(g_.peer(r).pid, to + done, address + done, part);
     staging_.bytes.fetch_add(part, std::memory_order_relaxed);
     staging_.single.fetch_add(part, std::memory_order_relaxed);

@@ -24,6 +24,7 @@ CALLS = {
     "small": (lambda g: g.all_reduce(torch.ones(2)), ("descriptor",)),
     "staged": (lambda g: g.all_reduce(torch.ones(1 << 20)), ("staged", "reduced", "copied")),
     "copied": (lambda g: g.broadcast(torch.ones(1 << 20), 1), ("staged", "copied")),
+    "read": (lambda g: g.broadcast(torch.ones(1 << 20), 0), ("reading",)),
     "shared": (lambda g: g.all_reduce(unisono.ones(1 << 20)), ("descriptor", "exit")),
     "fused": (
         lambda g: unisono.matmul_all_reduce(torch.ones(256, 512), torch.ones(512, 256), group=g),
@@ -41,6 +42,8 @@ CALLS = {
 def _at(group, name, point, action):
     """Rank 1 is struck at the point; what a rank was told, and how long it took."""
     call = CALLS[name][0]
+    start = 8 << 10 if name == "read" else 0  # from so many bytes on in one copy; 0: through the ring, always
+    unisono._core.choose_tuning(start, start, 64 << 10, 512 << 10)
     group.barrier()
     pids = torch.zeros(group.size, dtype=torch.int64)
     group.all_gather(pids, torch.tensor([os.getpid()]))
