@@ -96,6 +96,8 @@ def _blocks(group: unisono.Group) -> None:
     assert not is_on(2)
     with pytest.raises(ValueError, match="must not be negative"):
         unisono.share_new_tensors(min_bytes=-1)
+    with pytest.raises(TypeError, match="'min_bytes' must be a whole number of bytes, got 'x'"):
+        unisono.share_new_tensors(min_bytes="x")
 
 
 def test_blocks() -> None:

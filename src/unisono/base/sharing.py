@@ -102,6 +102,8 @@ def share_new_tensors(min_bytes: int | None = None, *, max_bytes: int | None = N
     least = settings.share_min_bytes if min_bytes is None else min_bytes
     most = settings.share_max_bytes if max_bytes is None else max_bytes
     for name, value in (("min_bytes", least), ("max_bytes", most)):
+        if not isinstance(value, int):
+            raise TypeError(f"argument '{name}' must be a whole number of bytes, got {value!r}")
         if value < 0:
             raise ValueError(f"{name} must not be negative, got {value}")
     with _lock:
