@@ -184,6 +184,12 @@ def grown(first: dict[str, float], now: dict[str, float]) -> list[str]:
 # -- deadly turns
 
 
+def _highest(group: Any, number: int) -> int:
+    agreed = torch.tensor([number])
+    group.all_reduce(agreed, "max")
+    return int(agreed)
+
+
 def deadly_turn(group: Any, seed: int, deaths: dict[int, float]) -> tuple[list[int], list[str]]:
     """Runs programs until everyone who is to die is dead; who is left in the end, and what was left behind."""
     torch.set_num_threads(1)
@@ -193,16 +199,15 @@ def deadly_turn(group: Any, seed: int, deaths: dict[int, float]) -> tuple[list[i
     if group.rank in deaths:
         threading.Timer(deaths[group.rank], os.kill, (os.getpid(), signal.SIGKILL)).start()
     kept = unisono.keep("turns", unisono.zeros(1000))
-    alive, turn = ours, 0
+    alive, turn, has_lost = ours, 0, False
     while True:
         try:
+            if has_lost:  # inside of the try: another rank may die just now
+                turn, has_lost = _highest(alive, turn) + 1, False
             with kept.update(turn) as t:
                 t.fill_(turn)
             program(alive, seed + 1000 * turn)
-            turn += 1
-            agreed = torch.tensor([turn])
-            alive.all_reduce(agreed, "max")
-            turn = int(agreed)
+            turn = _highest(alive, turn + 1)
             if not set(deaths) & set(alive.ranks) and turn >= 3:
                 break
         except unisono.UnisonoError as error:
@@ -214,9 +219,7 @@ def deadly_turn(group: Any, seed: int, deaths: dict[int, float]) -> tuple[list[i
                 found = alive.inherit(rank)["turns"]
                 if found.whole and found.step is not None:
                     assert found.tensor.eq(found.step).all(), "a torn write was called whole"
-            turn_now = torch.tensor([turn])
-            alive.all_reduce(turn_now, "max")
-            turn = int(turn_now) + 1
+            has_lost = True
             del past
     ranks = list(alive.ranks)
     alive.close()
