@@ -1,7 +1,6 @@
 """Mixture of experts: every rank sends each token to the rank of its expert, with true counts, and gets it back.
 
-    torchrun --nproc-per-node=2 examples/moe_tokens.py
-    torchrun --nproc-per-node=4 examples/moe_tokens.py --backend gloo --tokens 20000
+    torchrun --nproc-per-node=2 examples/moe_tokens.py                      # --backend gloo, --tokens 20000
 
 Experts are popular to different degrees, so ranks send different numbers of tokens to each other. The usual way out is
 a capacity: room for as many tokens per pair of ranks as the busiest pair needs, the rest filled with zeros. Here a

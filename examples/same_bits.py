@@ -1,7 +1,6 @@
 """A small Llama generates the same tokens from the same logits, bit for bit, on 1, 2, 4 and 8 ranks.
 
-    python examples/same_bits.py            # 200 tokens in bfloat16
-    python examples/same_bits.py 12 float32
+    python examples/same_bits.py            # 200 tokens in bfloat16; others: examples/same_bits.py 12 float32
 
 Its layers are plain torch modules; `unisono.tensor_parallel` cuts them over the ranks. With order="tree" every sum is
 made in an order that does not depend on the cut. In the default order each number of ranks rounds differently.

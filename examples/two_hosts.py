@@ -28,7 +28,8 @@ def main():
     assert torch.equal(part, mine * size)
 
     host = os.environ.get("GROUP_RANK", "?")  # torchrun's number of this host
-    print(f"host {host}, rank {rank} of {size}: {splits[rank]} rows of {sum(splits)}, all right", flush=True)
+    # With its end of line in one piece, since all ranks write to the same terminal.
+    print(f"host {host}, rank {rank} of {size}: {splits[rank]} rows of {sum(splits)}, all right\n", end="", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

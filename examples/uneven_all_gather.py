@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=2 examples/uneven_all_gather.py
     torchrun --nproc-per-node=2 examples/uneven_all_gather.py --backend gloo
 
-Rank r has r + 1 times as many rows as rank 0. The second way works on any backend, gloo's groups and NCCL's too.
+Rank r has r + 1 times as many rows as rank 0. The second way works on any backend, gloo's groups too.
 """
 
 import argparse

@@ -1,7 +1,6 @@
 """A ZeRO-style optimizer whose parameters are cut at tensor borders instead of padded to equal shards.
 
-    torchrun --nproc-per-node=2 examples/zero_at_borders.py
-    torchrun --nproc-per-node=4 examples/zero_at_borders.py --backend gloo
+    torchrun --nproc-per-node=2 examples/zero_at_borders.py                 # or --backend gloo
 
 All parameters live in one flat buffer, their gradients in another. Each rank owns some whole tensors that lie next to
 each other: it gets the average of their gradients, has the optimizer's state for them alone, and hands the new values

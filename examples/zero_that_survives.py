@@ -2,180 +2,98 @@
 
     python examples/zero_that_survives.py --ranks 4 --kill 1 --at 6
 
-Every rank holds all parameters, and the optimizer's state for a shard of them alone: values, and Adam's two moments. No
-other rank has that shard, so with ordinary memory the death of its owner ends the run. Here the state is kept:
-
-    kept = unisono.keep("state 0", tensor)               a name in the owner's heap, which all ranks have mapped
-    with kept.update(step): ...                          not whole while it is written
-    new, lost = group.shrink()                           the group of the survivors
-    new.inherit(lost[0])["state 0"]                      the dead rank's tensor, its step, and whether it is whole
-
-A step writes the new state beside the old one, in turns, so that death in the middle of a write leaves the step before.
-Every rank draws its part of one global batch, so fewer ranks train the same model. The program runs three times: with
-the kill, without, and from the last step's state on with as many ranks as survived; the first and the last must have
-the same losses, bit for bit.
+Every rank holds all parameters, and a shard of the optimizer's state that no other rank has: values and Adam's two
+moments, kept under a name and written in turns to two buffers, so that death inside a write leaves the step before.
+Until the kill the bits must be those of an undisturbed run, then those of the survivors from that step's checkpoint on.
 """
 
-from __future__ import annotations
-
 import argparse
-import multiprocessing
 import os
 import signal
-import tempfile
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import FileStore
 
 import unisono
 
-BATCH = 24  # samples in a step, over all ranks
-Job = dict[str, Any]
-
-
-def shards_of(count: int, ranks: int) -> list[int]:
-    """How many of the parameters each rank owns."""
-    return [count // ranks + (r < count % ranks) for r in range(ranks)]
+BATCH, INPUTS, HIDDEN = 24, 20, 60  # samples in a step over all ranks, so fewer ranks train the same model
+COUNT = INPUTS * HIDDEN + HIDDEN  # parameters: y = w2 tanh(w1 x)
 
 
 class Trainer:
-    """A model whose optimizer state is spread over the ranks of a group. `state` has rows: values and two moments."""
-
-    def __init__(self, group: unisono.Group, job: Job) -> None:
-        self.job = job
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 1))
-        tensors = list(self.model.parameters())
-        self.count = sum(t.numel() for t in tensors)
-        self.values, self.gradients = unisono.zeros(self.count), unisono.zeros(self.count)
-        at = 0
-        for t in tensors:  # parameters and gradients become views of the flat buffers
-            self.values[at : at + t.numel()] = t.detach().view(-1)
-            t.data = self.values[at : at + t.numel()].view_as(t)
-            t.grad = self.gradients[at : at + t.numel()].view_as(t)
-            at += t.numel()
-        whole = torch.zeros(3, self.count)
-        whole[0] = self.values
-        self.begin(group, whole if job["state"] is None else job["state"], job["from"])
-
-    def begin(self, group: unisono.Group, whole: Tensor, step: int) -> None:
-        """Takes this rank's shard of the state, and keeps it under two names: an even step and an odd one."""
+    def __init__(self, group: unisono.Group, whole: torch.Tensor, step: int) -> None:
+        """Takes this rank's shard of the state, whose rows are values and two moments, under two names to keep."""
         self.group, self.step = group, step
-        self.shards = shards_of(self.count, group.size)
-        self.first = sum(self.shards[: group.rank])
-        mine = whole[:, self.first : self.first + self.shards[group.rank]]
+        self.shards = [COUNT // group.size + (r < COUNT % group.size) for r in range(group.size)]
+        mine = whole.split(self.shards, dim=1)[group.rank]
         self.kept = [unisono.keep(f"state {i}", unisono.empty(mine.shape)) for i in (0, 1)]
         with self.kept[step % 2].update(step) as state:
             state.copy_(mine)
+        self.values, self.gradient = unisono.zeros(COUNT), unisono.zeros(self.shards[group.rank])
         self.values.copy_(whole[0])
-        self.gradient = unisono.zeros(self.shards[group.rank])
 
-    def train_step(self) -> float:
-        """One step; returns the loss of the whole batch."""
-        step, group = self.step, self.group
-        chance = torch.Generator().manual_seed(step)
-        inputs = torch.randn(BATCH, 20, generator=chance)
-        mine = slice(group.rank * BATCH // group.size, (group.rank + 1) * BATCH // group.size)
-        self.gradients.zero_()
-        loss = (self.model(inputs[mine]) - inputs[mine].sum(1, keepdim=True)).square().sum() / BATCH
+    def train_step(self, dies: bool) -> float:  # returns the loss of the whole batch
+        samples = torch.randn(BATCH, INPUTS, generator=torch.Generator().manual_seed(self.step))
+        x = samples.tensor_split(self.group.size)[self.group.rank]
+        values = self.values.clone().requires_grad_()
+        w1, w2 = values[: INPUTS * HIDDEN].view(INPUTS, HIDDEN), values[INPUTS * HIDDEN :]
+        loss = ((x @ w1).tanh() @ w2 - x.sum(1)).square().sum() / BATCH
         loss.backward()
-        group.reduce_scatter(self.gradient, self.gradients, self.shards)
-        self.update_state(step + 1)
-        group.all_gather(self.values, self.kept[(step + 1) % 2].tensor[0], self.shards)
-        self.step = step + 1
-        total = loss.detach().clone().double()
-        group.all_reduce(total)
-        return float(total)
-
-    def update_state(self, step: int) -> None:
-        """Adam, from one buffer into the other."""
-        old = self.kept[1 - step % 2].tensor
-        with self.kept[step % 2].update(step) as new:
-            torch.add(old[1] * 0.9, self.gradient, alpha=0.1, out=new[1])
-            if self.job["kill"] == self.group.rank and self.job["at"] == step and self.group.name == "world":
+        self.group.reduce_scatter(self.gradient, values.grad, self.shards)
+        self.step += 1
+        old, g, n = self.kept[1 - self.step % 2].tensor, self.gradient, self.step
+        with self.kept[n % 2].update(n) as new:  # Adam, from one buffer into the other
+            torch.add(old[1] * 0.9, g, alpha=0.1, out=new[1])
+            if dies:
                 os.kill(os.getpid(), signal.SIGKILL)  # half of the new state is written
-            torch.add(old[2] * 0.999, self.gradient.square(), alpha=0.001, out=new[2])
-            sizes = (1 - 0.9**step), (1 - 0.999**step)
-            torch.sub(old[0], 1e-2 * (new[1] / sizes[0]) / ((new[2] / sizes[1]).sqrt() + 1e-8), out=new[0])
+            torch.add(old[2] * 0.999, g.square(), alpha=0.001, out=new[2])
+            torch.sub(old[0], 0.01 * new[1] / (1 - 0.9**n) / (new[2] / (1 - 0.999**n)).sqrt().add(1e-8), out=new[0])
+        self.group.all_gather(self.values, new[0], self.shards)
+        self.group.all_reduce(total := loss.detach().double())
+        return total.item()
 
-    def recover(self) -> None:
-        """Goes on with the ranks that are left, from the last step of which every shard is whole."""
-        shards, group = self.shards, self.group
-        new, lost = group.shrink()
+    def gather_state(self, group: unisono.Group, step: int, lost: dict[int, torch.Tensor]) -> torch.Tensor:
+        """The whole state of a step, on every rank of ``group``; ``lost`` has the shards of ranks not in it."""
+        parts = [lost.get(r, torch.empty(3, n)) for r, n in enumerate(self.shards)]
+        group.all_gather([parts[r] for r in range(len(parts)) if r not in lost], self.kept[step % 2].tensor)
+        return torch.cat(parts, dim=1)
+
+    def recover(self) -> "Trainer":
+        """The trainer of the ranks that are left, from the last step of which every shard is whole."""
+        new, lost = self.group.shrink()
         inherited = {r: {i.step: i.tensor for i in new.inherit(r).values() if i.whole} for r in lost}
-        # Ranks are one step apart at most, and each has its last two.
         last = torch.tensor([max(k.step for k in self.kept if k.step is not None)])
-        new.all_reduce(last, "min")
-        step = min([int(last), *(max(steps) for steps in inherited.values())])
-        mine = self.kept[step % 2].tensor
-        whole = torch.empty(3, self.count)
-        for row in range(3):
-            parts = [torch.empty(n) if r not in lost else inherited[r][step][row] for r, n in enumerate(shards)]
-            new.all_gather([part for r, part in enumerate(parts) if r not in lost], mine[row].contiguous())
-            whole[row] = torch.cat(parts)
-        self.begin(new, whole, step)
+        new.all_reduce(last, "min")  # ranks are one step apart at most, and each has its last two
+        step = min(int(last), *(max(steps) for steps in inherited.values()))
+        return Trainer(new, self.gather_state(new, step, {r: inherited[r][step] for r in lost}), step)
 
 
-def run_rank(rank: int, size: int, path: str, results: Any, job: Job) -> None:
-    torch.set_num_threads(1)
-    trainer = Trainer(unisono.Group.from_store(FileStore(path, size), rank, size, timeout_s=60.0), job)
-    losses: dict[int, float] = {}
-    while trainer.step < job["until"]:
+def train(group: unisono.Group, whole: torch.Tensor, begin: int, end: int, kill: int = -1, at: int = 0) -> tuple:
+    trainer, rank, losses = Trainer(group, whole, begin), group.rank, {}
+    while (step := trainer.step) < end:
         try:
-            step = trainer.step
-            losses[step] = trainer.train_step()
+            losses[step] = trainer.train_step(dies=rank == kill and step + 1 == at)
         except unisono.PeerLostError as error:
-            trainer.recover()
+            trainer = trainer.recover()
             if trainer.group.rank == 0:
-                print(f"  {error}\n  {trainer.group.size} ranks go on from step {trainer.step}")
-    state = torch.zeros(3, trainer.count)
-    for row in range(3):
-        trainer.group.all_gather(state[row], trainer.kept[trainer.step % 2].tensor[row].contiguous(), trainer.shards)
-    if trainer.group.rank == 0:
-        results.put((losses, state.tolist()))
-    trainer.group.close()
+                print(f"  {error}\n  {trainer.group.size} ranks go on from step {trainer.step}", flush=True)
+    return losses, trainer.gather_state(trainer.group, end, {})
 
 
-def run(ranks: int, **job: Any) -> tuple[dict[int, float], Tensor]:
-    """Losses by step, and the state at the end."""
-    context = multiprocessing.get_context("spawn")
-    job = {"kill": None, "at": 0, "from": 0, "state": None, **job}
-    with tempfile.TemporaryDirectory() as folder:
-        results = context.SimpleQueue()
-        arguments = [(rank, ranks, f"{folder}/store", results, job) for rank in range(ranks)]
-        processes = [context.Process(target=run_rank, args=a) for a in arguments]
-        for process in processes:
-            process.start()
-        losses, state = results.get()
-        for process in processes:
-            process.join()
-    return losses, torch.tensor(state)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--kill", type=int, default=1, help="which rank")
-    parser.add_argument("--at", type=int, default=6, help="in the middle of which step's write")
-    parser.add_argument("--steps", type=int, default=12)
-    options = parser.parse_args()
-    ranks, last = options.ranks, options.at - 1
-
-    print(f"{ranks} ranks, rank {options.kill} is killed while it writes step {options.at}:")
-    disturbed, state = run(ranks, kill=options.kill, at=options.at, until=options.steps)
-    undisturbed, same = run(ranks, until=options.steps)
-    _, checkpoint = run(ranks, until=last)
-    continued, wanted = run(ranks - 1, state=checkpoint, **{"from": last}, until=options.steps)
-    for step in range(options.steps):
-        print(f"  step {step:2d}   loss {disturbed[step]:.6f}   undisturbed {undisturbed[step]:.6f}")
-    assert all(disturbed[step] == undisturbed[step] for step in range(last)), "until then the same bits"
-    assert all(disturbed[step] == loss for step, loss in continued.items()), "and of the smaller group since"
-    assert torch.equal(state, wanted), "the same state at the end"
-    torch.testing.assert_close(state, same, rtol=1e-3, atol=1e-4)
-    print("the same bits as a run that was never disturbed")
+def run(ranks: int, *job: object) -> tuple:  # what the first rank returned that was not killed
+    return next(r for r in unisono.testing.run_ranks(ranks, train, *job, check=False) if isinstance(r, tuple))
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in {"ranks": 4, "kill": 1, "at": 6, "steps": 12}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
+    start = torch.randn(3, COUNT, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.1], [0.0], [0.0]])
+    print(f"{options.ranks} ranks, rank {options.kill} is killed while it writes step {options.at}:", flush=True)
+    losses, state = run(options.ranks, start, 0, options.steps, options.kill, options.at)
+    expected, checkpoint = run(options.ranks, start, 0, options.at - 1)
+    continued, wanted = run(options.ranks - 1, checkpoint, options.at - 1, options.steps)
+    for step, loss in (expected | continued).items():
+        print(f"  step {step:2d}   loss {losses[step]:.6f}   never disturbed {loss:.6f}")
+    assert losses == expected | continued and torch.equal(state, wanted)
+    print("the same bits as a run that was never disturbed")

@@ -264,7 +264,7 @@ def check(pool: Any, calls: Sequence[Call]) -> None:
 
 # --- making cases -------------------------------------------------------------------------------------------
 
-THRESHOLD_BYTES = (40, 4096, 16384, 32768, 65536, 131072, 262144, 1048576)
+THRESHOLD_BYTES = (40, 456, 4096, 16384, 32768, 65536, 131072, 262144, 1048576)
 
 
 def threshold_counts(dtype: str, size: int, limit_bytes: int = 1048576) -> list[int]:

@@ -37,18 +37,24 @@ def holdings() -> Holdings:
     return Holdings(fds, threads(), names, children(os.getpid()), shm)
 
 
-def threads() -> int:
-    """Threads of this process, without those that an open group may have for its progress.
-
-    There is one more for each callback that was running when another call ended: few, but on a busy machine not one.
-    Nor does the one count that gives memory back: it ends on its own, some seconds after the last call.
-    """
+def thread_names() -> list[str]:
+    """The system's names of all threads of this process."""
     names = []
     for task in Path("/proc/self/task").iterdir():
         try:
             names.append((task / "comm").read_text().strip())
         except OSError:
             continue
+    return names
+
+
+def threads() -> int:
+    """Threads of this process, without those that an open group may have for its progress.
+
+    There is one more for each callback that was running when another call ended: few, but on a busy machine not one.
+    Nor does the one count that gives memory back: it ends on its own, some seconds after the last call.
+    """
+    names = thread_names()
     progress = names.count("unisono")
     trimming = names.count("unisono-trim")
     return len(names) - min(progress, 4 * len(_open_groups)) - min(trimming, 1)
@@ -81,7 +87,8 @@ def growth(before: Holdings, after: Holdings) -> list[str]:
         lines.append(f"fds: {len(before.fds)} -> {len(after.fds)}; new: {', '.join(fresh)}")
     if after.threads > before.threads:
         names = ", ".join(after.python_threads)
-        lines.append(f"threads: {before.threads} -> {after.threads}; Python's: {names}")
+        every = ", ".join(sorted(thread_names()))
+        lines.append(f"threads: {before.threads} -> {after.threads}; Python's: {names}; all now: {every}")
     for pid in sorted(set(after.children) - set(before.children)):
         lines.append(f"child {pid}: {after.children[pid]}")
     if after.shm - before.shm:

@@ -1,4 +1,8 @@
 // See cpu.h.
+//
+// What is found out once is kept in atomics, relaxed: threads that come together find the same number, which publishes
+// nothing else. Not in a `static const` of a function: while one thread is inside of its initialisation another may
+// fork, and the child would wait for that thread for ever.
 #include "base/cpu.h"
 
 #include <algorithm>
@@ -32,11 +36,28 @@ bool cpu_has(Isa isa) {
   }
 }
 
+size_t read_cache_bytes() {
+  size_t largest = 0;
+  for (int i = 0; i < 8; i++) {
+    std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(i) + "/size");
+    size_t n = 0;
+    char unit = 0;
+    if (file >> n) file >> unit;
+    largest = std::max(largest, unit == 'M' ? n << 20 : unit == 'K' ? n << 10 : n);
+  }
+  return largest ? largest : size_t{8} << 20;
+}
+
 }  // namespace
 
 Isa best_isa() {
-  static const Isa best = cpu_has(Isa::avx512) ? Isa::avx512 : cpu_has(Isa::avx2) ? Isa::avx2 : Isa::scalar;
-  return best;
+  static constinit std::atomic<int> known{detail::kNoIsa};  // written and read here only, relaxed: see above
+  int best = known.load(std::memory_order_relaxed);
+  if (best == detail::kNoIsa) {
+    best = static_cast<int>(cpu_has(Isa::avx512) ? Isa::avx512 : cpu_has(Isa::avx2) ? Isa::avx2 : Isa::scalar);
+    known.store(best, std::memory_order_relaxed);
+  }
+  return static_cast<Isa>(best);
 }
 
 bool set_isa(Isa isa) {
@@ -62,17 +83,12 @@ const char* isa_name(Isa isa) {
 }
 
 size_t last_cache_bytes() {
-  static const size_t bytes = [] {
-    size_t largest = 0;
-    for (int i = 0; i < 8; i++) {
-      std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(i) + "/size");
-      size_t n = 0;
-      char unit = 0;
-      if (file >> n) file >> unit;
-      largest = std::max(largest, unit == 'M' ? n << 20 : unit == 'K' ? n << 10 : n);
-    }
-    return largest ? largest : size_t{8} << 20;
-  }();
+  static constinit std::atomic<size_t> known{0};  // written and read here only, relaxed: see above
+  size_t bytes = known.load(std::memory_order_relaxed);
+  if (bytes == 0) {
+    bytes = read_cache_bytes();
+    known.store(bytes, std::memory_order_relaxed);
+  }
   return bytes;
 }
 

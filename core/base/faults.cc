@@ -13,8 +13,9 @@
 namespace unisono {
 namespace {
 
-constexpr const char* defence_names[] = {"deaths", "departures", "deadlines", "agreement",  "endings",  "interrupts",
-                                         "forks",  "strangers",  "cycles",    "withdrawal", "callbacks"};
+constexpr const char* defence_names[] = {
+    "deaths",     "departures", "deadlines", "agreement", "endings", "interrupts", "forks",   "strangers", "cycles",
+    "withdrawal", "callbacks",  "patience",  "arguments", "order",   "width",      "empties", "rest"};
 static_assert(std::size(defence_names) == static_cast<size_t>(Defence::count_));
 
 std::atomic<uint32_t> down{0};         // a bit for each defence that is switched off
@@ -23,6 +24,7 @@ std::mutex& mutex = *new std::mutex;
 std::string& where = *new std::string;
 std::string& what = *new std::string;
 int turns = 0;
+bool again = false;
 
 }  // namespace
 
@@ -30,12 +32,12 @@ void reach(const char* point) {
   if (!is_injected.load(std::memory_order_acquire)) return;
   {
     std::lock_guard lock(mutex);
-    if (where != point || --turns != 0) return;
+    if (where != point || --turns > 0 || (turns < 0 && !again)) return;
   }
   if (what == "die") kill(getpid(), SIGKILL);
   if (what == "stop") kill(getpid(), SIGSTOP);
-  if (what == "delay") {
-    const timespec some{0, 300'000'000};
+  if (what == "delay" || what == "long delay") {
+    const timespec some{0, what == "delay" ? 300'000'000 : 800'000'000};
     nanosleep(&some, nullptr);
   }
 }
@@ -48,7 +50,8 @@ void inject_fault(const std::string& point, const std::string& action, int nth) 
   std::lock_guard lock(mutex);
   where = point;
   what = action;
-  turns = nth;
+  turns = nth < 0 ? -nth : nth;
+  again = nth < 0;
   is_injected.store(true, std::memory_order_release);
 }
 

@@ -13,7 +13,7 @@ namespace unisono {
 enum class Defence : uint8_t {
   deaths,      // a peer whose connection has hung up is dead
   departures,  // a peer may say that it has left
-  deadlines,   // a wait ends at its deadline
+  deadlines,   // a wait ends at its deadline, joining too
   agreement,   // what ranks ask for is compared
   endings,     // closing a group ends what is under way in it
   interrupts,  // a wait looks for Python's signals
@@ -22,15 +22,23 @@ enum class Defence : uint8_t {
   cycles,      // a cycle of waiting is looked for
   withdrawal,  // who failed keeps peers that may still write out of its tensors
   callbacks,   // closing leaves callbacks to other threads
+  patience,    // a stopped peer is waited for: it may go on
+  arguments,   // splits and tensors are checked before they are used
+  order,       // one thread after the other runs its call in a group
+  width,       // counts have more than 31 bits
+  empties,     // a call without elements waits for all ranks like any other
+  rest,        // who waits gives its processor away
   count_
 };
 
 #if defined(UNISONO_FAULTS)
-// Does what a test asked for at this point, if it did: a phase's name, "joining", "message" or "reading".
+// Does what a test asked for at this point, if it did: a phase's name, "joining", "message", "reading", "counting" or
+// "deciding".
 void reach(const char* point);
 bool is_up(Defence defence);
-// From now on in this process: at the `nth` time that `point` is reached (from 1) it dies ("die"), stops ("stop") or
-// sleeps for 0.3 s ("delay").
+// From now on in this process: at the `nth` time that `point` is reached (from 1; -n: from the nth on) it dies ("die"),
+// stops
+// ("stop") or sleeps for 0.3 s ("delay") or 0.8 s ("long delay").
 void inject_fault(const std::string& point, const std::string& action, int nth);
 bool switch_off(const std::string& defence);  // false: there is none of that name
 #else

@@ -10,7 +10,7 @@
 namespace unisono {
 
 // Who holds several of these mutexes has taken them in this order, and so does fork.
-enum class ForkOrder { process_heap, retired, heaps, region, links, count_ };
+enum class ForkOrder { process_heap, retired, heaps, region, links, warnings, count_ };
 
 // Only for static objects. Its steps are called with the mutex held, and with those before it in the order; first
 // `before`, each after its mutex was taken, then one of the others, each before its mutex is given back.

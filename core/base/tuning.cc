@@ -8,17 +8,19 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
-#include <mutex>
 
 namespace unisono {
 namespace {
 
 // What was measured in another way is measured again.
-constexpr char kFormat[] = "unisono tuning 1";
+constexpr char kFormat[] = "unisono tuning 2";
 
-// Of this process, as a word; 0: not known. Relaxed: the word is all there is.
+// Of this process, as a word; 0: not known. Relaxed: the word is all there is. Nothing guards the look into
+// the file, because a child that is forked meanwhile would wait for it for ever; two threads may look.
 std::atomic<uint32_t> chosen{0};
-std::once_flag looked;
+std::atomic<bool> has_looked{false};
+
+constexpr uint8_t kLeastPiece = 15, kLeastRing = 19;
 
 std::string first_line(const std::string& path) {
   std::ifstream file(path);
@@ -43,19 +45,29 @@ uint32_t read_file() {
 }  // namespace
 
 Tuning Tuning::of(uint32_t word) {
-  auto byte = [&](int i) { return static_cast<uint8_t>(word >> 8 * i); };
-  const Tuning t{byte(0), byte(3), byte(1), byte(2)};
-  const bool possible = t.single_from >= 12 && t.single_from <= kNever && t.reduce_from >= 12 &&
-                        t.reduce_from <= kNever && t.piece >= 15 && t.piece <= 20 && t.ring >= 19 &&
-                        t.ring >= t.piece + 2 && t.ring <= 22;
+  auto bits = [&](int at, int n) { return static_cast<uint8_t>(word >> at & ((1u << n) - 1)); };
+  const Tuning t{{bits(0, 6), bits(6, 6)},
+                 {bits(12, 6), bits(18, 6)},
+                 static_cast<uint8_t>(kLeastPiece + bits(24, 3)),
+                 static_cast<uint8_t>(kLeastRing + bits(27, 2))};
+  const bool possible =
+      t.copies.is_possible() && t.reductions.is_possible() && t.piece <= 20 && t.ring >= t.piece + 2 && !(word >> 29);
   return possible ? t : Tuning{};
 }
 
+uint32_t Tuning::word() const {
+  if (!is_known()) return 0;
+  const uint32_t spans =
+      copies.from | uint32_t{copies.below} << 6 | uint32_t{reductions.from} << 12 | uint32_t{reductions.below} << 18;
+  return spans | static_cast<uint32_t>(piece - kLeastPiece) << 24 | static_cast<uint32_t>(ring - kLeastRing) << 27;
+}
+
 Tuning current_tuning() {
-  std::call_once(looked, [] {
+  if (!has_looked.load(std::memory_order_relaxed)) {
     uint32_t none = 0;
     chosen.compare_exchange_strong(none, read_file(), std::memory_order_relaxed);
-  });
+    has_looked.store(true, std::memory_order_relaxed);
+  }
   return Tuning::of(chosen.load(std::memory_order_relaxed));
 }
 
@@ -81,19 +93,16 @@ void keep_tuning(Tuning tuning) {
 }
 
 std::string machine_words() {
-  static const std::string words = [] {
-    std::string found;
-    std::ifstream file("/proc/cpuinfo");
-    for (std::string line; std::getline(file, line) && !line.empty();)  // the first processor's
-      for (const char* key : {"vendor_id", "cpu family", "model", "model name", "stepping", "CPU part"})
-        if (line.rfind(std::string(key) + "\t", 0) == 0) found += line.substr(line.find(':') + 1);
-    for (int i = 0; i < 4; i++) {
-      found += ' ';
-      found += first_line("/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(i) + "/size");
-    }
-    return found;
-  }();
-  return words;
+  std::string found;
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line) && !line.empty();)  // the first processor's
+    for (const char* key : {"vendor_id", "cpu family", "model", "model name", "stepping", "CPU part"})
+      if (line.rfind(std::string(key) + "\t", 0) == 0) found += line.substr(line.find(':') + 1);
+  for (int i = 0; i < 4; i++) {
+    found += ' ';
+    found += first_line("/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(i) + "/size");
+  }
+  return found;
 }
 
 std::string tuning_file() {

@@ -12,26 +12,30 @@ namespace unisono {
 
 struct Tuning {
   static constexpr uint8_t kNever = 63;
+  // Bytes from which on, and below which, one rank's memory is read by another where it is (reach.h). Longer tensors
+  // leave the caches: then a ring, which stays there, moves fewer bytes through memory than the kernel does.
+  struct Span {
+    uint8_t from = 0, below = 0;
+    bool holds(size_t bytes) const { return bytes >> from && !(bytes >> below); }
+    bool is_possible() const { return from >= 12 && from <= below; }
+    bool operator==(const Span&) const = default;
+  };
   // Powers of two; all 0: nothing is known yet.
-  // Bytes from which on one rank's memory is read by another where it is (reach.h), to be copied or to be reduced; or
-  // kNever.
-  uint8_t single_from = 0;
-  uint8_t reduce_from = 0;
+  Span copies, reductions;
   uint8_t piece = 0;  // bytes of the longest piece that goes through a ring
   uint8_t ring = 0;   // bytes of a ring that are used
 
-  bool is_known() const { return single_from; }
-  bool reads_from(size_t bytes, bool reduces = false) const {
-    const uint8_t from = reduces ? reduce_from : single_from;
-    return is_known() && from < kNever && bytes >> from;
+  bool is_known() const { return copies.from; }
+  bool reads(size_t bytes, bool reduces = false) const {
+    return is_known() && (reduces ? reductions : copies).holds(bytes);
   }
-  uint32_t word() const {
-    return static_cast<uint32_t>(single_from | piece << 8 | ring << 16) | static_cast<uint32_t>(reduce_from) << 24;
-  }
+  uint32_t word() const;            // 0: nothing is known
   static Tuning of(uint32_t word);  // unknown if the word is impossible
+  bool operator==(const Tuning&) const = default;
 };
 
-constexpr Tuning kDefaultTuning = {Tuning::kNever, Tuning::kNever, 18, 22};  // where nothing was measured
+// Where nothing was measured.
+constexpr Tuning kDefaultTuning = {{Tuning::kNever, Tuning::kNever}, {Tuning::kNever, Tuning::kNever}, 18, 22};
 
 // Of this process: what it was told, has measured, or found in the user's cache folder.
 Tuning current_tuning();

@@ -41,6 +41,7 @@ Engine::~Engine() {
 }
 
 Code Engine::run(Call& call) {
+  if (!is_up(Defence::order)) return collectives_.run(call);
   if (queued_.load(std::memory_order_acquire) == 0 && run_mutex_.try_lock()) {
     Code code = collectives_.run(call);
     run_mutex_.unlock();
@@ -61,7 +62,7 @@ Code Engine::run(Call& call) {
   return interrupted ? Code::interrupted : ticket->code;
 }
 
-Code Engine::run(Call& call, std::shared_ptr<Message> message) {
+Code Engine::run(Call& call, const std::shared_ptr<Message>& message) {
   if (!group_->usable(call.failure)) return call.failure.code;
   call.seq = group_->seq();
   messages_->add(message);
@@ -92,7 +93,7 @@ int Engine::await_outside(FunctionRef<bool()> ready, FunctionRef<bool()> stop, i
   return 0;
 }
 
-void Engine::submit(std::shared_ptr<Ticket> ticket) {
+void Engine::submit(const std::shared_ptr<Ticket>& ticket) {
   Failure cause;
   if (!group_->usable(cause)) return refuse(*ticket, cause);
   if (ticket->message) {
@@ -209,17 +210,17 @@ bool Engine::wait(Ticket& ticket, int64_t timeout_ns, bool may_interrupt, bool& 
   WaitLine line(group_->heap().recorder());
   DeadlockFinder finder(*group_);
   while (!ticket.done.load(std::memory_order_acquire)) {
+    const int64_t now = now_ns();
     if (ticket.message) {
       messages_->advance();
       if (ticket.message->done.load(std::memory_order_acquire))
         end_messages();
-      else if (now_ns() - begin > 200'000 && lacks_progress_thread())
+      else if (now - begin > 200'000 && lacks_progress_thread())
         progress_messages();
     } else if ((timeout_ns == 0 || lacks_progress_thread()) && run_head(may_interrupt, &ticket, &line)) {
       // With a limit the work is left to the progress thread, unless there is none.
       continue;
     }
-    int64_t now = now_ns();
     if (timeout_ns && now - begin > timeout_ns) return false;
     if (now - last_look > 5'000'000) {
       last_look = now;
@@ -235,6 +236,7 @@ bool Engine::wait(Ticket& ticket, int64_t timeout_ns, bool may_interrupt, bool& 
       give_way();
       continue;
     }
+    if (ticket.done.load(std::memory_order_acquire)) break;
     const bool blocks = timeout_ns == 0 && may_interrupt;
     tell_waiting(line, ticket, now, blocks);
     if (blocks && ticket.message && now - begin > kDeadlockAfter) find_deadlock(line, finder, ticket, now);
@@ -273,6 +275,12 @@ void Engine::find_deadlock(WaitLine& line, DeadlockFinder& finder, const Ticket&
   cause.lines = words.lines;
   group_->abort(cause);
   messages_->fail_all(cause);
+  end_messages();
+}
+
+void Engine::withdraw(Ticket& ticket) {
+  if (!ticket.message || group_->is_of_parent()) return;
+  messages_->withdraw(*ticket.message);
   end_messages();
 }
 

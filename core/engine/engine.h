@@ -43,11 +43,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   uint64_t staged_bytes() const { return collectives_.staged_bytes(); }
   uint64_t single_copy_bytes() const { return collectives_.single_copy_bytes(); }
 
-  Code run(Call& call);                                    // a collective, now
-  Code run(Call& call, std::shared_ptr<Message> message);  // a message, now
-  void submit(std::shared_ptr<Ticket> ticket);
+  Code run(Call& call);                                           // a collective, now
+  Code run(Call& call, const std::shared_ptr<Message>& message);  // a message, now
+  void submit(const std::shared_ptr<Ticket>& ticket);
   // Waits for a ticket. On timeout (0: none) returns false and leaves it running.
   bool wait(Ticket& ticket, int64_t timeout_ns, bool may_interrupt, bool& interrupted);
+  // Gives up a receive that nothing has come for.
+  void withdraw(Ticket& ticket);
   // Has `callback` called once, when the ticket is done: by the thread that ends it, or now. One per ticket.
   void when_done(Ticket& ticket, std::function<void()> callback);
 

@@ -9,7 +9,6 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -18,6 +17,7 @@
 #include <utility>
 
 #include "base/faults.h"
+#include "base/turns.h"
 #include "engine/engine.h"
 
 namespace unisono {
@@ -31,22 +31,6 @@ constexpr std::chrono::milliseconds kSpareThreadLife{100}, kFewThreadsLife{2000}
 
 thread_local Engine* progressing = nullptr;  // the engine whose progress thread this is, if any
 thread_local Engine* closing = nullptr;      // the engine that this thread is closing, if any
-
-// Asks the scheduler for short turns that begin soon: Linux 6.12 and newer lets a thread that wants short slices
-// interrupt one with a long slice when it wakes up. Its share of the processor stays what it was. Older kernels ignore
-// it.
-void ask_for_short_turns() {
-  struct {  // of sched_setattr(2)
-    uint32_t size, policy;
-    uint64_t flags;
-    int32_t nice;
-    uint32_t priority;
-    uint64_t runtime, deadline, period;
-  } attributes{};
-  if (syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0) != 0 || attributes.policy != SCHED_OTHER) return;
-  attributes.runtime = 100'000;  // ns, the shortest there is
-  syscall(SYS_sched_setattr, 0, &attributes, 0);
-}
 
 void nap() {  // between two looks at messages that nobody waits for
   timespec some{0, 50'000};
@@ -162,7 +146,7 @@ bool Engine::become_progress_thread() {
 }
 
 void Engine::progress() {  // a new thread begins as a spare one, and is counted as such already
-  ask_for_short_turns();
+  ShortTurns().keep();
   bool more = become_progress_thread();
   while (more) {
     while (more && progressing == this) more = progress_once();

@@ -180,9 +180,9 @@ struct alignas(kLineBytes) MailboxEntry {
   Flag posted;  // i + 1: publishes the envelope and the payload. Released by Messages::post, acquired by is_posted
   Flag filled;  // bytes put into the buffer so far: publishes them. Released by fill_buffer, acquired by read_staged
   Envelope envelope;
-  std::byte payload[72];
+  std::byte payload[456];  // a few hundred bytes are there with their envelope; more takes a buffer and its bookkeeping
 };
-static_assert(sizeof(MailboxEntry) == kLineBytes && std::is_trivially_copyable_v<Envelope>);
+static_assert(sizeof(MailboxEntry) == 4 * kLineBytes && std::is_trivially_copyable_v<Envelope>);
 
 struct alignas(64) Reply {
   // i + 1 once the receiver has done with message i: publishes the rest of the reply, and that the entry and the tensor
@@ -213,12 +213,12 @@ class Block {
   Block() = default;
   Block(std::byte* base, int size) : base_(base), size_(size) {}
 
-  static int mailbox_depth(int size) { return size <= 8 ? 16 : size <= 32 ? 8 : 4; }
-  static size_t table_bytes(int size) { return round(sizeof(TableEntry) * static_cast<size_t>(size)); }
-  static size_t pair_bytes(int size) {
+  static constexpr int mailbox_depth(int size) { return size <= 8 ? 16 : size <= 32 ? 8 : 4; }
+  static constexpr size_t table_bytes(int size) { return round(sizeof(TableEntry) * static_cast<size_t>(size)); }
+  static constexpr size_t pair_bytes(int size) {
     return (sizeof(MailboxEntry) + sizeof(Reply)) * static_cast<size_t>(mailbox_depth(size));
   }
-  static size_t bytes(int size) { return slots_at(size) + 2 * kSlotBytes + kStageBytes; }
+  static constexpr size_t bytes(int size) { return slots_at(size) + 2 * kSlotBytes + kStageBytes; }
 
   std::byte* base() const { return base_; }
   Descriptor& descriptor(uint64_t seq) const { return at<Descriptor>(0)[seq % 2]; }
@@ -260,8 +260,8 @@ class Block {
   static constexpr size_t kNoteAt = kOfferAt + sizeof(Offer) + sizeof(Verdict);
   static constexpr size_t kTablesAt = kNoteAt + 512;
   static constexpr size_t round(size_t n) { return (n + kLineBytes - 1) / kLineBytes * kLineBytes; }
-  static size_t pairs_at(int size) { return kTablesAt + 2 * table_bytes(size); }
-  static size_t slots_at(int size) {
+  static constexpr size_t pairs_at(int size) { return kTablesAt + 2 * table_bytes(size); }
+  static constexpr size_t slots_at(int size) {
     return (pairs_at(size) + pair_bytes(size) * static_cast<size_t>(size) + 4095) / 4096 * 4096;
   }
   template <class T>
@@ -271,5 +271,7 @@ class Block {
   std::byte* base_ = nullptr;
   int size_ = 0;
 };
+// Builds that disagree about what lies where must refuse each other: with new sizes comes a new version.
+static_assert(kLayoutVersion == 5 && Block::bytes(2) == 679'936 && Block::bytes(64) == 811'008);
 
 }  // namespace unisono

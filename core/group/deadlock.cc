@@ -69,12 +69,14 @@ class DeadlockFinder::Picture {
     }
     return words;
   }
-  // When the threads that wait here were counted, the earliest of all.
+  // When the threads that wait here were counted and the waits of the lanes confirmed, the earliest of all.
   int64_t counted_ms() const {
     int64_t least = INT64_MAX;
     for (uint64_t p : programs_)
       for (const ReadWaiting& w : processes_.at(p).waits)
         if (w.what.blocks) least = std::min(least, w.counted_ms);
+    for (const Lane& lane : lanes_)
+      if (const ReadWaiting* w = lane_wait(lane)) least = std::min(least, w->counted_ms);
     return least;
   }
   const std::set<uint64_t>& programs() const { return programs_; }
@@ -110,7 +112,7 @@ class DeadlockFinder::Picture {
   // A thread of this process that only moves messages on tells a new wait every few milliseconds.
   static bool matters(const ReadWaiting& w) { return w.what.blocks || w.what.what == WaitFor::callers; }
 
-  bool load(uint64_t token, std::shared_ptr<Mapping> mapping) {
+  bool load(uint64_t token, const std::shared_ptr<Mapping>& mapping) {
     if (processes_.count(token)) return true;
     if (!mapping || processes_.size() >= kMostProcesses) return false;
     Process p{mapping, read_waiting(mapping->base()), read_groups(mapping->base())};

@@ -10,9 +10,10 @@
 // Everything is taken for stuck and what is not is struck out until nothing changes; what is left supports itself.
 // Invariant: no false alarm. What is not known counts as "not stuck": a process that is not mapped here, a thread that
 // is not in a call, a handler that runs, a call whose data moves. The states of several processes are not read in one
-// moment; so they are read again later, and if no stamp and no counter has changed and every thread was counted in
-// between, then all of them held at once, at the end of the first look.
-// A proof is held back until the other processes have found theirs, since a rank that raises leaves the cycle.
+// moment, and a thread that says it waits may not yet have seen that it need not. So they are read again later, and if
+// no stamp and no counter has changed and every wait was confirmed and every thread counted in between, then all of
+// them held at once, at the end of the first look. A proof is held back until the other processes have found theirs,
+// since a rank that raises leaves the cycle.
 #pragma once
 
 #include <map>

@@ -136,7 +136,7 @@ Code Group::quote_first_cause(Call& call) {
   return cause.code;
 }
 
-void Group::abort(Failure cause) {
+void Group::abort(const Failure& cause) {
   if (is_of_parent()) return;
   {
     std::lock_guard lock(state_mutex_);
@@ -150,15 +150,13 @@ void Group::abort(Failure cause) {
   if (has_trace_folder()) dump_records(cause);
 }
 
-// Each rank its own; and the lowest rank that is not to blame those of the ranks that are, which may not be able to.
+// Each rank its own, and those of the ranks to blame, which may not be able to. All survivors write the latter, though
+// one would do: each may be ended by its launcher before it has noticed anything, since that ends all as soon as one
+// has failed.
 void Group::dump_records(const Failure& cause) const {
   const std::string why = std::string(verb_name(cause.verb)) + " #" + std::to_string(cause.seq) + " in group \"" +
                           facts_.name + "\": " + cause.text;
   dump_record(heap_->base(), why);
-  auto is_blamed = [&](int r) { return std::find(cause.peers.begin(), cause.peers.end(), r) != cause.peers.end(); };
-  int lowest = 0;
-  while (lowest < facts_.size && is_blamed(lowest)) lowest++;
-  if (lowest != facts_.rank) return;
   for (int r : cause.peers)
     if (r >= 0 && r < facts_.size && r != facts_.rank && peer(r).met) dump_record(peer(r).heap_base, why);
 }

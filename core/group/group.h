@@ -48,7 +48,7 @@ class Group {
   void keep(BlockMemory block);
 
   // Give the group up on all ranks. Later calls return the first cause.
-  void abort(Failure cause);
+  void abort(const Failure& cause);
   // Leave: peers learn it; calls return `closed`. Waiting calls of other threads end with `closed` too.
   void close(const std::string& reason);
   bool usable(Failure& failure);                                             // false: with the first cause
@@ -70,6 +70,8 @@ class Group {
     uint64_t attempts = 0;     // that are over
     std::vector<int> members;  // of the last one
     BlockMemory block;         // offered for the smaller group; changed under the state mutex only
+    uint64_t offered = 0;      // the attempt of the last offer
+    uint64_t random = 0;       // what that said: the same if it is made once more
   };
   Survival& survival() { return survival_; }
 

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <type_traits>
 
 #include "base/faults.h"
 #include "group/wait.h"
@@ -16,10 +17,12 @@ namespace unisono {
 namespace {
 
 constexpr int64_t kWarnAfter = 10'000'000'000;
+constexpr size_t kMostTold = 8;  // ranks of which an error says where they were
 
 std::string seconds(int64_t ns) {
   char text[32];
-  std::snprintf(text, sizeof text, "%.3g s", static_cast<double>(ns) / 1e9);
+  const double s = static_cast<double>(ns) / 1e9;
+  std::snprintf(text, sizeof text, s < 100 ? "%.3g s" : "%.0f s", s);
   return text;
 }
 
@@ -64,7 +67,7 @@ Code Waiter::heed_aborts(Call& call, Owes owes) {
     if (!word || word >= static_cast<uint64_t>(Code::count_) || (line.seq > call.seq && !owes(r))) continue;
     const auto code = static_cast<Code>(word);
     std::vector<int> about;
-    int32_t named[std::size(line.peers)];
+    int32_t named[std::extent_v<decltype(AbortLine::peers)>];
     std::memcpy(named, line.peers, sizeof named);
     for (int p : named)
       if (p >= 0 && p < g_.size()) about.push_back(p);
@@ -88,11 +91,13 @@ Code Waiter::lost(Call& call, std::vector<int> gone) {
   }
   std::sort(gone.begin(), gone.end());
   std::string text;
+  std::vector<bool> has_left;
   bool all_left = true;
   for (int r : gone) {
     std::string reason;
     bool left = g_.state_of(r, &reason) == PeerState::left;
     all_left &= left;
+    has_left.push_back(left);
     if (!text.empty()) text += ", ";
     const std::string how = left ? "" : exit_words(g_.peer(r).pid);
     text += "rank " + std::to_string(r) + (left ? " left" : " died") + " (pid " + std::to_string(g_.peer(r).pid) +
@@ -102,7 +107,11 @@ Code Waiter::lost(Call& call, std::vector<int> gone) {
   // Ranks may well leave while others wait for a time-out: if that is over too, it is what the caller asked for.
   if (all_left && call.deadline_ns && now_ns() > call.deadline_ns)
     return g_.break_with(call, Code::timeout, timed_out_words(limit_of(call)) + ": " + text, gone);
-  return g_.break_with(call, Code::peer_lost, text, gone);
+  const Code code = g_.break_with(call, Code::peer_lost, text, gone);  // first: the others wait for the news
+  for (size_t i = 0; i < std::min(gone.size(), kMostTold); i++)
+    call.failure.lines.push_back(where_was(gone[i], has_left[i]));
+  if (gone.size() > kMostTold) call.failure.lines.push_back("and " + std::to_string(gone.size() - kMostTold) + " more");
+  return code;
 }
 
 Code Waiter::timed_out(Call& call, Owes owes) {
@@ -145,26 +154,34 @@ std::vector<int> Waiter::late_ranks(Owes owes) const {
 // "rank 1   pid 4711   slow (running)   last call all_reduce #41 at train.py:88   in no call"
 std::string Waiter::where_is(int r) const {
   const pid_t pid = g_.peer(r).pid;
+  const std::string waits = waits_of(r);
   return "rank " + std::to_string(r) + "   pid " + std::to_string(pid) + "   " + state_words(pid) + "   last call " +
-         last_call(r) + waits_of(r);
+         last_call(r) + (waits.empty() ? "   in no call" : "   now in " + waits);
+}
+
+// "rank 1   pid 4711   died   last call all_reduce #41 (published) at train.py:88   waited in all_reduce #41 at …". The
+// memory of one that died stays mapped as long as the group; what it says is copied and checked like a living rank's.
+std::string Waiter::where_was(int r, bool left) const {
+  const std::string waits = left ? "" : waits_of(r);  // whoever has left may wait for something else by now
+  return "rank " + std::to_string(r) + "   pid " + std::to_string(g_.peer(r).pid) + (left ? "   left" : "   died") +
+         "   last call " + last_call(r, true) + (waits.empty() ? "" : "   waited in " + waits);
 }
 
 // Of this group, as the rank's flight recorder has it.
-std::string Waiter::last_call(int r) const {
-  const std::vector<ReadOperation> all = read_operations(g_.peer(r).heap_base);
-  for (auto o = all.rbegin(); o != all.rend(); ++o)
-    if (o->group_id == g_.facts().id)
-      return std::string(verb_name(o->verb)) + " #" + std::to_string(o->seq) +
-             (o->site.empty() ? "" : " at " + o->site);
-  return "none";
+std::string Waiter::last_call(int r, bool with_state) const {
+  const auto last = read_last_operation(g_.peer(r).heap_base, g_.facts().id);
+  if (!last) return "none";
+  return std::string(verb_name(last->verb)) + " #" + std::to_string(last->seq) +
+         (with_state ? std::string(" (") + state_name(last->state) + ")" : "") +
+         (last->site.empty() ? "" : " at " + last->site);
 }
 
-// What the threads of rank r wait for, in this group or in another.
+// What the threads of rank r wait for, in this group or in another; empty: for nothing.
 std::string Waiter::waits_of(int r) const {
   std::string words;
   for (const auto& [w, stamp, counted, threads, proven] : read_waiting(g_.peer(r).heap_base)) {
     if (w.what == WaitFor::ticket) continue;  // the call it waits for has a line of its own
-    words += words.empty() ? "   now in " : ", ";
+    if (!words.empty()) words += ", ";
     words += verb_name(w.verb);
     if (w.verb == Verb::send || w.verb == Verb::recv) {
       words += w.verb == Verb::send ? " to " : " from ";
@@ -176,7 +193,7 @@ std::string Waiter::waits_of(int r) const {
     if (g_.facts().id != w.group_id) words += std::string(" of group \"") + w.group + "\"";
     if (*w.site) words += std::string(" at ") + w.site;
   }
-  return words.empty() ? "   in no call" : words;
+  return words;
 }
 
 }  // namespace unisono

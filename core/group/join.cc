@@ -52,7 +52,7 @@ class Joining {
         fail(failure_, Code::interrupted, "interrupted while joining");
         return false;
       }
-      if (now_ns() > deadline_ns) return too_late();
+      if (now_ns() > deadline_ns && is_up(Defence::deadlines)) return too_late();
       std::vector<pollfd> fds{{listener_, POLLIN, 0}};
       for (const Connection& c : connections_) fds.push_back({c.socket.get(), POLLIN, 0});
       poll(fds.data(), fds.size(), to_connect_.empty() ? 20 : 2);

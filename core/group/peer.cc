@@ -32,6 +32,7 @@ PeerState state_of(const Peer& peer, const Member& member, std::string* reason) 
     return PeerState::left;
   }
   if (!line && !peer.link) return PeerState::left;
+  if (!is_up(Defence::patience) && process_state(peer.pid) == "stopped") return PeerState::died;
   return peer.link && peer.link->hung_up() && is_up(Defence::deaths) ? PeerState::died : PeerState::alive;
 }
 

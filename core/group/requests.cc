@@ -206,14 +206,14 @@ size_t Requests::longest_of(const Call& call, size_t input_bytes) const {
 bool Requests::is_better_read(const Call& call, const Request& d, size_t bytes) const {
   const bool reduces = call.op != RedOp::none, in_shares = reduces || call.in_parts;
   const size_t at_a_time = in_shares ? bytes / g_.peers().size() : bytes;
-  return d.reads && Tuning::of(d.tuning).reads_from(at_a_time, call.verb == Verb::all_reduce);
+  return d.reads && Tuning::of(d.tuning).reads(at_a_time, call.verb == Verb::all_reduce);
 }
 
 bool Requests::all_read(size_t bytes, bool reduces) const {
   for (const Request& d : requests_)
     if (!d.reads) return false;
   // What was measured for reductions is an all_reduce; the others move as little as copies do.
-  return Tuning::of(of(0).tuning).reads_from(bytes, reduces && of(0).verb == Verb::all_reduce);
+  return Tuning::of(of(0).tuning).reads(bytes, reduces && of(0).verb == Verb::all_reduce);
 }
 
 bool Requests::all_buffered() const {

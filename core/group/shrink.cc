@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "base/faults.h"
 #include "group/join.h"
 #include "group/retire.h"
 #include "group/wait.h"
@@ -39,12 +40,16 @@ class Agreement {
       if (!made) return false;
       if (!g_.write_unless_closed([&] { survival.block = std::move(made); })) return closed();
     }
+    for (int i = 0; i < g_.size() && is_over(); i++) survival.attempts = attempt_++;
+    if (survival.offered != attempt_) {
+      survival.offered = attempt_;
+      survival.random = random_token().a >> 2;
+    }
     Offer& mine = g_.mine().offer();
-    const Token random = random_token();
     return g_.write_unless_closed([&] {
       mine.attempt.store(0, std::memory_order_release);  // of an attempt that ran out of time
       mine.block = static_cast<uint64_t>(survival.block.get() - g_.heap().base());
-      mine.random = random.a >> 2;
+      mine.random = survival.random;
       copy_words(mine.excluded, excluded_, sizeof excluded_);
       mine.attempt.store(attempt_, std::memory_order_release);
     }) || closed();
@@ -79,7 +84,8 @@ class Agreement {
     return true;
   }
 
-  // A list that differs is left to be seen; otherwise nobody shall count on this rank any more.
+  // A list that differs is left to be seen; otherwise nobody shall count on this rank any more. The attempt goes on,
+  // and this rank may come back to it, unless it finds a verdict there then.
   void give_up() {
     if (failure_.code == Code::mismatch)
       g_.survival().attempts = attempt_;
@@ -103,6 +109,20 @@ class Agreement {
            g_.peer(r).block.offer().attempt.load(std::memory_order_acquire) != attempt_;
   }
 
+  // Whether there is a verdict of this attempt with this rank in it, before its offer: see shrink.h. One without this
+  // rank is left for read_verdict, which refuses it.
+  bool is_over() const {
+    for (int r = 0; r < g_.size(); r++) {
+      if (r == g_.rank()) continue;
+      const Verdict& verdict = g_.peer(r).block.verdict();
+      if (verdict.attempt.load(std::memory_order_acquire) != attempt_) continue;
+      RankBits members;
+      copy_words(members, verdict.members, sizeof members);
+      if (has_bit(members, g_.rank())) return true;
+    }
+    return false;
+  }
+
   bool decide(RankBits& members) {
     if (!check_lists()) return false;
     for (int r = 0; r < g_.size(); r++)
@@ -110,6 +130,7 @@ class Agreement {
     RankBits found = {};
     for (int r = 0; r < g_.size(); r++)
       if (r == g_.rank() || (!has_bit(excluded_, r) && g_.state_of(r) == PeerState::alive)) set_bit(found, r);
+    reach("deciding");
     Verdict& mine = g_.mine().verdict();
     const bool written = g_.write_unless_closed([&] {
       copy_words(mine.members, found, sizeof found);
@@ -189,7 +210,7 @@ class Agreement {
   }
 
   Group& g_;
-  const uint64_t attempt_;
+  uint64_t attempt_;
   const int64_t limit_ns_, deadline_ns_;
   RankBits excluded_ = {};
   RankBits heard_ = {};  // made their offers

@@ -12,6 +12,17 @@
 // that has one. A member may die after the verdict; the caller finds out with a barrier in the new group, and shrinks
 // that. Ranks that are alive may be left out by all the others naming them; whoever finds an offer that names others
 // raises a mismatch, and both go on to the next attempt.
+//
+// A rank whose time runs out, or that is interrupted, takes its offer back, but the verdict may be on its way: who
+// decides has looked at all offers and is about to write. The others take that verdict, wait in vain for the rank in
+// the new group's barrier, and come back for the next attempt. Were the rank to come back for the same one, it would
+// take the verdict too, find the others gone from that group, and go on alone. So it first looks for a verdict of the
+// attempt that names it. A verdict names a living rank only if that rank has made its offer, hence one that is there
+// before the offer counts on the one taken back: the attempt is over, as it is for the others, and this rank makes its
+// offer for the next one. A verdict that is written after that look is met by an offer that says the same as the one
+// before (the block, the random number), so it does not matter which of the two was seen: the others have only just
+// taken it and are in the barrier, where this rank now comes too. What this costs: one who comes back while the others
+// still wait in that barrier does not join them there; their time runs out, and all meet in the next attempt.
 #pragma once
 
 #include <vector>

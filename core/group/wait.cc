@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "base/faults.h"
+#include "base/turns.h"
 #include "group/deadlock.h"
 #include "group/futex.h"
 
@@ -30,14 +31,6 @@ constexpr int64_t kRememberBriefly = 100'000'000;  // where there is nothing to 
 constexpr int64_t kLongestSleep = 8'000'000;       // bounds a missed wake-up and the detection of a death
 constexpr int64_t kTellEvery = 20'000'000;         // whether the same ranks are waited for as before
 constexpr int64_t kCountAfter = 100'000'000, kCountEvery = 50'000'000;
-
-inline void pause_cpu() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("isb");
-#endif
-}
 
 // Written by give_way and read by has_busy_neighbours in any thread of this process, relaxed: a hint on its own.
 std::atomic<int64_t> seen_busy{0};
@@ -113,11 +106,15 @@ void WaitLine::tell(const Waiting& what, int64_t now) {
   told_ = true;
   what_ = what;
   next_ns_ = now + kTellEvery;
-  // Only a wait that may be part of a deadlock is worth the interpreter's lock.
-  if (!what.blocks || !program_threads || now - what.since_ns < kCountAfter || now - counted_ns_ < kCountEvery) return;
+  // Only a wait that may be part of a deadlock is worth the interpreter's lock. To take it may last: what is said holds
+  // for `now`, since meanwhile that may have come which this thread waits for.
+  if (!what.blocks) return lines_.count_threads(number_, now, 0);
+  if (!program_threads || now - what.since_ns < kCountAfter || now - counted_ns_ < kCountEvery) return;
   counted_ns_ = now;
   const int threads = program_threads();
-  lines_.count_threads(number_, now_ns(), threads);
+  reach("counting");
+  lines_.count_threads(number_, now, threads);
+  reach("counting");
 }
 
 void WaitLine::end() {
@@ -145,6 +142,7 @@ Waiting Waiter::words_of(const Call& call, WaitFor what, int64_t since_ns, Owes 
 }
 
 void Waiter::sleep(const Call& call, Patience& patience, const Flag& flag, uint64_t seen, int64_t now) {
+  const ShortTurns turns;
   g_.mine().asleep().store(1, std::memory_order_relaxed);
   sleep_on(flag, seen, std::clamp<int64_t>(call.deadline_ns - now, 0, patience.sleep_ns));
   g_.mine().asleep().store(0, std::memory_order_relaxed);
@@ -161,7 +159,7 @@ bool Waiter::rest(Call& call, Patience& patience, const Flag* flag, uint64_t see
   if (!crowded && patience.turns++ == 0) part_ways();
   if (meanwhile) meanwhile();
   const int64_t now = now_ns(), waited = now - patience.begin_ns;
-  if (!crowded && waited < spin_ns) {
+  if ((!crowded && waited < spin_ns) || !is_up(Defence::rest)) {
     for (int i = 0; i < 8; i++) pause_cpu();
   } else if (waited < (was_busy_within(flag ? kRememberFor : kRememberBriefly) ? kYieldBriefly : kYieldFor)) {
     give_way();
@@ -202,7 +200,9 @@ Code Waiter::await_slow(Call& call, Phase phase, uint64_t target, int r, const u
     uint64_t seen = flag.load(std::memory_order_acquire);
     if (seen >= target) return Code::ok;
     if (!rest(call, patience, &flag, seen)) continue;
-    if (Code code = look(call, patience); code != Code::ok) return code;
+    const int64_t now = now_ns();
+    if (flag.load(std::memory_order_acquire) >= target) return Code::ok;
+    if (Code code = look(call, patience, now); code != Code::ok) return code;
   }
 }
 
@@ -210,14 +210,15 @@ Code Waiter::await_until(Call& call, FunctionRef<bool()> ready, Owes owes) {
   Patience patience(g_, WaitFor::message, owes);
   while (!ready()) {
     if (!rest(call, patience, nullptr, 0)) continue;
-    if (Code code = look(call, patience); code != Code::ok) return code;
+    const int64_t now = now_ns();
+    if (ready()) break;
+    if (Code code = look(call, patience, now); code != Code::ok) return code;
   }
   return Code::ok;
 }
 
-// Whether the wait may go on; and what it tells others.
-Code Waiter::look(Call& call, Patience& patience) {
-  const int64_t now = now_ns();
+// Whether the wait, which was not over at `now`, may go on; and what it tells others.
+Code Waiter::look(Call& call, Patience& patience, int64_t now) {
   // A deadlock that is proven comes first: whoever has raised it already is gone from the group.
   if (patience.finder.is_proven())
     if (Code code = look_for_deadlock(call, patience, now); code != Code::ok) return code;

@@ -45,6 +45,7 @@ class WaitLine {
   WaitLine(const WaitLine&) = delete;
   WaitLine& operator=(const WaitLine&) = delete;
   bool is_due(int64_t now) const { return now >= next_ns_; }  // for another `tell`
+  // What waited had not come yet at `now`, or later.
   void tell(const Waiting& what, int64_t now);
   void prove() { lines_.prove(number_); }
   void end();
@@ -74,6 +75,9 @@ class Waiter {
   // Has anybody given up, died or left while it owed something; has the deadline passed; did Python get a signal?
   Code health(Call& call, Owes owes);
 
+  // The time limit of a call, in nanoseconds.
+  int64_t limit_of(const Call& call) const { return call.timeout_ns ? call.timeout_ns : g_.facts().timeout_ns; }
+
   // What others are told about a wait.
   Waiting words_of(const Call& call, WaitFor what, int64_t since_ns, Owes owes) const;
 
@@ -88,10 +92,9 @@ class Waiter {
   Code await_slow(Call& call, Phase phase, uint64_t target, int r, const uint8_t* who);
   bool rest(Call& call, Patience& patience, const Flag* flag, uint64_t seen);  // true: look at health now
   void sleep(const Call& call, Patience& patience, const Flag& flag, uint64_t seen, int64_t now);
-  Code look(Call& call, Patience& patience);
+  Code look(Call& call, Patience& patience, int64_t now);
   void part_ways();  // two ranks on one processor while others are idle: one of them moves
   void set_deadline(Call& call, int64_t now) const { call.deadline_ns = now + limit_of(call); }
-  int64_t limit_of(const Call& call) const { return call.timeout_ns ? call.timeout_ns : g_.facts().timeout_ns; }
 
   // health.cc
   Code heed_aborts(Call& call, Owes owes);
@@ -100,7 +103,8 @@ class Waiter {
   void warn_if_late(Call& call, Owes owes, int64_t now) const;
   std::vector<int> late_ranks(Owes owes) const;
   std::string where_is(int r) const;
-  std::string last_call(int r) const;
+  std::string where_was(int r, bool left) const;
+  std::string last_call(int r, bool with_state = false) const;
   std::string waits_of(int r) const;
   Code look_for_deadlock(Call& call, Patience& patience, int64_t now);
 

@@ -1,13 +1,13 @@
 // See gemm.h: how a product is cut so that what is used again is in the nearest cache.
 //
-// Many rows: for every block of k, rows of a become float32 in the second-level cache, once; then panel by panel of b
-// is packed into the first-level cache as float32 and used by all those rows. Few rows do not pay for packing: they
-// read b where it is, a few rows of b at a time, so that memory is read in order. Panels that were packed before are
-// used as they are. A sliver is as many rows as one tile has accumulators for. While a panel is used, what is packed
-// next is asked for from memory: without that a third of the time went into waiting for it (64 rows, weights of 2 MiB).
-// Sums over a part of k wait for the rest beside c, in the tree order (runs.h) a level of the tree each: rows of c may
-// be a power of two apart and collide in the caches. Rows and columns are worked off in chunks, so that these sums stay
-// in the second-level cache.
+// Many rows: for every block of k, rows of a are packed as float32 in the second-level cache, once; then panel by panel
+// of b is packed into the first-level cache as float32 and used by all those rows. Few rows do not pay for packing:
+// they read b where it is, a few rows of b at a time, so that memory is read in order. Panels that were packed before
+// are used as they are. A sliver is as many rows as one tile has accumulators for. While a panel is used, what is
+// packed next is asked for from memory: without that a third of the time went into waiting for it (64 rows, weights of
+// 2 MiB). Sums over a part of k wait for the rest beside c, in the tree order (runs.h) a level of the tree each: rows
+// of c may be a power of two apart and collide in the caches. Rows and columns are worked off in chunks, so that these
+// sums stay in the second-level cache.
 #include "kernels/gemm.h"
 
 #include <algorithm>
@@ -25,19 +25,20 @@ namespace {
 
 // Measured on Zen 4 (AVX2; 32 KiB, 1 MiB and 32 MiB of cache) and on a Xeon of 2023 (AVX-512; 48 KiB, 2 MiB), with rows
 // of b 2 and 4 KiB apart.
-constexpr size_t kPanel = 5632;  // elements of a block's panel: half of the first-level cache, 16 columns of two runs
-constexpr size_t kRows = 256;    // rows of a block: the second-level cache
-constexpr size_t kStretch = 8;   // rows of b that are read side by side; more collide in the first-level cache
-constexpr size_t kFewRows = 4;   // up to here b is read where it is
+constexpr size_t kPanel = 5632;    // elements of a block's panel: half of the first-level cache, 16 columns of two runs
+constexpr size_t kRows = 256;      // rows of a block: the second-level cache
+constexpr size_t kTreeRows = 128;  // in the tree order, where several levels of sums wait
+constexpr size_t kStretch = 8;     // rows of b that are read side by side; more collide in the first-level cache
 // Sums of many terms lose accuracy, so products are summed in runs, and these sums are summed. torch's sgemm has runs
 // of about 190 here.
 constexpr size_t kRun = 176;      // products of a tile
 constexpr size_t kFewRun = 1024;  // products of few rows, where c takes up kStretch at a time
 constexpr size_t kPad = 16;       // so that rows a power of two apart do not share the same cache sets; a line
 constexpr size_t kAlign = 4096;
-// Columns of which sums wait; in the tree order there are several levels of them.
-constexpr size_t kChunk = 512;
-constexpr size_t kTreeChunk = 256;
+constexpr size_t kChunk = 512;      // columns of which sums wait
+constexpr size_t kTreeDepth = 256;  // of two blocks: they are joined where they are made
+static_assert(kTreeDepth >= kLongestBlock && kTreeDepth >= 2 * kBlock);
+constexpr size_t kKept = 1 << 17;   // numbers of a up to which all that are packed are kept for the next columns
 constexpr size_t kFewChunk = 4096;  // the same of few rows: b is read in stretches of 8 to 16 KiB
 
 const GemmTable& table() {
@@ -65,7 +66,8 @@ float* scratch(size_t count) {
   return held.get();
 }
 
-// From one row to the next of rows so long: lines that begin where the first does.
+// From one row to the next of rows so long: lines that begin where the first does. Also room for so many numbers and a
+// vector's slack.
 size_t padded(size_t length) {
   return (length + kPad - 1) / kPad * kPad + kPad;
 }
@@ -84,10 +86,9 @@ void pack(const GemmTable& t, const Matrix& b, size_t k, size_t n, float* to) {
   to += whole * t.columns * k;
   const Matrix rest = from(b, 0, whole * t.columns);
   n -= whole * t.columns;
-  for (size_t i = 0; i < k; i += kStretch)
-    for (size_t j = 0; j < n; j += t.columns)
-      t.widen(from(rest, i, j), std::min(kStretch, k - i), std::min(t.columns, n - j), to + j * k + i * t.columns,
-              t.columns);
+  const Matrix turned{rest.data, rest.dtype, rest.col, rest.row};
+  for (size_t j = 0; j < n; j += t.columns)
+    t.pack_columns(from(turned, j, 0), std::min(t.columns, n - j), k, n - j, to + j * k, t.columns);
 }
 
 // Rows [0, m) in slivers of nearly equal height.
@@ -101,16 +102,15 @@ void each_sliver(size_t m, size_t most, F f) {
 }
 
 // A tile of few rows, which asks for nothing ahead.
-Tile few_tile(const Product& p, const float* a, size_t a_row, size_t rows, size_t k0, size_t k, size_t j, size_t n,
-              size_t panel) {
-  return {.rows = rows,
+Tile few_tile(const Product& p, const float* a, size_t k0, size_t k, size_t j, size_t n, size_t panel) {
+  return {.rows = p.m,
           .k = k,
-          .a = a + k0,
-          .a_row = a_row,
+          .a = a + k0 * p.m,
           .b = from(p.b, k0, j).data,
           .b_type = p.b.dtype,
           .b_row = p.b.row,
           .b_panel = panel,
+          .kept = nullptr,
           .columns = n,
           .c = nullptr,
           .c_row = 0,
@@ -120,7 +120,6 @@ Tile few_tile(const Product& p, const float* a, size_t a_row, size_t rows, size_
           .nlefts = 0,
           .left_row = 0,
           .bias = nullptr,
-          .next_a = nullptr,
           .ahead = nullptr,
           .ahead_row = 0,
           .ahead_rows = 0,
@@ -128,12 +127,12 @@ Tile few_tile(const Product& p, const float* a, size_t a_row, size_t rows, size_
 }
 
 void multiply_few(const GemmTable& t, const Product& p) {
-  const size_t a_row = p.k + kPad;
-  float* const a = scratch(p.m * (a_row + (p.k > kFewRun ? p.n : 0)));
-  float* const beside = a + p.m * a_row;  // the sums of a run but the first
-  t.widen(p.a, p.m, p.k, a, a_row);
+  const size_t size = padded(p.m * p.k);
+  float* const a = scratch(size + (p.k > kFewRun ? p.m * p.n : 0));
+  float* const beside = a + size;  // the sums of a run but the first
+  t.pack_columns(p.a, p.m, p.k, p.m, a, p.m);
   for (size_t k0 = 0; k0 < p.k; k0 += kStretch) {
-    Tile tile = few_tile(p, a, a_row, p.m, k0, std::min(kStretch, p.k - k0), 0, p.n, t.columns);
+    Tile tile = few_tile(p, a, k0, std::min(kStretch, p.k - k0), 0, p.n, t.columns);
     tile.c = k0 < kFewRun ? p.c : beside;
     tile.c_row = tile.left_row = k0 < kFewRun ? p.c_row : p.n;
     const float* const so_far = tile.c;
@@ -173,16 +172,16 @@ struct Waiting {
 // As multiply_few, in the tree order: the chain of a run goes on from stretch to stretch.
 void multiply_few_by_tree(const GemmTable& t, const Product& p) {
   const Runs runs = tree_runs(p.k, p.slice, kLongestBlock);
-  const size_t a_row = p.k + kPad, chunk = std::min(p.n, kFewChunk);
-  float* const a = scratch(p.m * (a_row + chunk * (runs.levels + 1)));
-  float* const chain = a + p.m * a_row;
+  const size_t size = padded(p.m * p.k), chunk = std::min(p.n, kFewChunk);
+  float* const a = scratch(size + p.m * chunk * (runs.levels + 1));
+  float* const chain = a + size;
   Waiting waiting{chain + p.m * chunk, chunk, p.m * chunk, 0, 0, {}};
-  t.widen(p.a, p.m, p.k, a, a_row);
+  t.pack_columns(p.a, p.m, p.k, p.m, a, p.m);
   for (size_t j = 0; j < p.n; j += chunk) {
     for (const Run& run : runs.list)
       for (size_t k1 = 0; k1 < run.k; k1 += kStretch) {
         const size_t k = std::min(kStretch, run.k - k1);
-        Tile tile = few_tile(p, a, a_row, p.m, run.k0 + k1, k, j, std::min(chunk, p.n - j), t.columns);
+        Tile tile = few_tile(p, a, run.k0 + k1, k, j, std::min(chunk, p.n - j), t.columns);
         tile.start = k1 ? chain : nullptr;
         tile.start_row = tile.c_row = chunk;
         tile.c = chain;
@@ -200,14 +199,13 @@ struct Ahead {
   size_t first = 0, rows = 0;
 };
 
-// A block of rows and k of a product: rows [i0, i0 + m) of a, widened, times rows [k0, k0 + k) of b, in columns
-// [j0, j0 + n), by the runs from `first` to `last`.
+// A block of rows and k of a product: rows [i0, i0 + m) of a, packed sliver by sliver, times rows [k0, k0 + k) of b, in
+// columns [j0, j0 + n), by the runs from `first` to `last`.
 struct GemmBlock {
   size_t i0, m, j0, n, k0, k;
   const Run* first;
   const Run* last;
   const float* a;
-  size_t a_row;
 };
 
 // The panel after this one; of b itself the panels after those that are packed now, a part for each of them.
@@ -226,9 +224,10 @@ Ahead what_is_next(const GemmTable& t, const Product& p, const GemmBlock& block,
           std::min(t.together * t.columns, end - next) * size, first, block.k * (turn + 1) / t.together - first};
 }
 
-// Columns [j, j + one panel) of the block, sliver by sliver and run by run.
+// Columns [j, j + one panel) of the block, sliver by sliver and run by run. `to_pack`: the panel, where the first
+// sliver packs it on the way; null: it is packed.
 void multiply_panel(const GemmTable& t, const Product& p, const GemmBlock& block, Waiting& waiting, const float* panel,
-                    size_t j) {
+                    float* to_pack, size_t j) {
   const Ahead ahead = what_is_next(t, p, block, panel, j);
   const size_t m = block.m, k = block.k;
   each_sliver(m, t.rows, [&](size_t i, size_t rows) {
@@ -240,12 +239,12 @@ void multiply_panel(const GemmTable& t, const Product& p, const GemmBlock& block
       const bool takes_bias = p.bias && run->waits < 0;
       Tile tile{.rows = rows,
                 .k = run->k,
-                .a = block.a + i * block.a_row + k1,
-                .a_row = block.a_row,
+                .a = block.a + i * k + k1 * rows,
                 .b = panel + k1 * t.columns,
                 .b_type = DType::f32,
                 .b_row = t.columns,
                 .b_panel = 0,
+                .kept = nullptr,
                 .columns = std::min(t.columns, p.n - j),
                 .c = nullptr,
                 .c_row = 0,
@@ -255,25 +254,31 @@ void multiply_panel(const GemmTable& t, const Product& p, const GemmBlock& block
                 .nlefts = 0,
                 .left_row = 0,
                 .bias = takes_bias ? p.bias + j : nullptr,
-                .next_a = block.a + (i + rows < m ? i + rows : 0) * block.a_row + k1,
                 .ahead = reinterpret_cast<const char*>(ahead.data + begin * ahead.row),
                 .ahead_row = ahead.row,
                 .ahead_rows = ahead.data ? end - begin : 0,
                 .ahead_bytes = ahead.bytes};
       waiting.join(tile, *run, i, j - block.j0, c, p.c_row);
+      if (to_pack && i == 0) {
+        tile.kept = to_pack + k1 * t.columns;
+        tile.b = from(p.b, run->k0, j).data;
+        tile.b_type = p.b.dtype, tile.b_row = p.b.row;
+      }
       t.tile(tile);
     }
   });
 }
 
 void multiply_block(const GemmTable& t, const Product& p, const GemmBlock& block, Waiting& waiting, float* packed) {
-  for (size_t j = block.j0; j < block.j0 + block.n; j += t.columns) {
+  const size_t end = block.j0 + block.n;
+  for (size_t j = block.j0; j < end; j += t.columns) {
     const size_t turn = (j - block.j0) / t.columns % t.together;
-    if (!p.panels && turn == 0)
-      pack(t, from(p.b, block.k0, j), block.k, std::min(t.together * t.columns, block.j0 + block.n - j), packed);
-    const float* panel = p.panels ? static_cast<const float*>(p.b.data) + j * p.k + block.k0 * t.columns
-                                  : packed + turn * block.k * t.columns;
-    multiply_panel(t, p, block, waiting, panel, j);
+    const bool on_the_way = !p.panels && t.together == 1 && p.b.col == 1 && j + t.columns <= end;
+    if (!p.panels && turn == 0 && !on_the_way)
+      pack(t, from(p.b, block.k0, j), block.k, std::min(t.together * t.columns, end - j), packed);
+    float* const own = packed + turn * block.k * t.columns;
+    const float* panel = p.panels ? static_cast<const float*>(p.b.data) + j * p.k + block.k0 * t.columns : own;
+    multiply_panel(t, p, block, waiting, panel, on_the_way ? own : nullptr, j);
   }
 }
 
@@ -287,14 +292,16 @@ Runs plain_runs(size_t k, size_t depth) {
 
 void multiply_blocks(const GemmTable& t, const Product& p) {
   const size_t deep = kPanel / t.columns;  // a multiple of kRun
-  const size_t depth = p.slice ? std::max(kLongestBlock, deep) : deep;
+  const size_t depth = p.slice ? kTreeDepth : deep;
   const Runs runs = p.slice ? tree_runs(p.k, p.slice, depth) : plain_runs(p.k, depth);
-  const size_t a_row = padded(std::min(p.k, depth)), most = std::min(p.m, kRows);
-  const size_t chunk = std::min(p.n, p.slice ? kTreeChunk : kChunk);
+  const size_t most = std::min(p.m, p.slice ? kTreeRows : kRows);
+  const size_t chunk = std::min(p.n, kChunk);
+  const bool keeps = p.n > chunk && most * p.k <= kKept;
+  const size_t a_size = padded(most * (keeps ? p.k : std::min(p.k, depth)));
   const size_t row = padded(chunk), level = most * row, near_level = t.rows * row;
-  float* const a = scratch(most * a_row + t.together * depth * t.columns + runs.near * near_level +
-                           (runs.levels - runs.near) * level);
-  float* const packed = a + most * a_row;
+  float* const a =
+      scratch(a_size + t.together * depth * t.columns + runs.near * near_level + (runs.levels - runs.near) * level);
+  float* const packed = a + a_size;
   Waiting waiting{packed + t.together * depth * t.columns, row, level, runs.near, near_level, {}};
   const Run* const end = runs.list.data() + runs.list.size();
   for (size_t i0 = 0; i0 < p.m; i0 += most)
@@ -303,9 +310,13 @@ void multiply_blocks(const GemmTable& t, const Product& p) {
         size_t k = 0;
         do k += (last++)->k;
         while (last != end && !last->begins);
-        const GemmBlock block{
-            i0, std::min(most, p.m - i0), j0, std::min(chunk, p.n - j0), first->k0, k, first, last, a, a_row};
-        t.widen(from(p.a, i0, block.k0), block.m, k, a, a_row);
+        const size_t m = std::min(most, p.m - i0), k0 = first->k0;
+        float* const rows = keeps ? a + k0 * m : a;
+        const GemmBlock block{i0, m, j0, std::min(chunk, p.n - j0), k0, k, first, last, rows};
+        if (j0 == 0 || !keeps)
+          each_sliver(m, t.rows, [&](size_t i, size_t high) {
+            t.pack_columns(from(p.a, i0 + i, k0), high, k, m - i, rows + i * k, high);
+          });
         multiply_block(t, p, block, waiting, packed);
       }
 }

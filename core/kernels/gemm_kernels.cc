@@ -92,7 +92,7 @@ UNISONO_INLINE Floats floats_at(const float* from) {
 }
 
 // The panel of columns [at, at + width).
-template <class F, size_t rows>
+template <class F, size_t rows, bool keeps = false>
 UNISONO_INLINE void one_panel(const Tile& t, const char* b, size_t at) {
   constexpr size_t size = sizeof(typename F::Stored);
   Floats left[rows], right[rows];
@@ -106,19 +106,25 @@ UNISONO_INLINE void one_panel(const Tile& t, const char* b, size_t at) {
     }
   }
   const float* a = t.a;
-  const size_t a_row = t.a_row, b_row = t.b_row * size;
+  const size_t b_row = t.b_row * size;
+  char* kept = reinterpret_cast<char*>(t.kept);
   auto step = [&]() __attribute__((always_inline)) {
     const Floats x = F::wide(b), y = F::wide(b + lanes * size);
+    if constexpr (keeps) {
+      store(kept, x);
+      store(kept + vec_bytes, y);
+      kept += width * sizeof(float);
+    }
 #pragma GCC unroll 16
     for (size_t i = 0; i < rows; i++) {
-      const Floats factor = spread(a + i * a_row);
+      const Floats factor = spread(a + i);
       left[i] = multiply_add(factor, x, left[i]);
       right[i] = multiply_add(factor, y, right[i]);
     }
-    a++, b += b_row;
+    a += rows, b += b_row;
   };
   size_t k = 0;
-  if (t.next_a) {
+  if (t.ahead_rows) {
 #pragma GCC unroll 16
     for (size_t i = 0; i < rows; i++) __builtin_prefetch(t.c + at + i * t.c_row, 1, 2);
     for (size_t l = 0; l < t.nlefts; l++) {
@@ -131,13 +137,11 @@ UNISONO_INLINE void one_panel(const Tile& t, const char* b, size_t at) {
     for (size_t asked = 0; k + stretch <= t.k; k += stretch) {
       for (size_t r = 0; r < each && asked < t.ahead_rows; r++, asked++, ahead += t.ahead_row)
         for (size_t by = 0; by < t.ahead_bytes; by += 64) __builtin_prefetch(ahead + by, 0, 2);
-      if (k % 16 == 0) {
-#pragma GCC unroll 16
-        for (size_t i = 0; i < rows; i++) __builtin_prefetch(t.next_a + i * a_row + k, 0, 3);
-      }
+#pragma GCC unroll 2
       for (size_t i = 0; i < stretch; i++) step();
     }
   }
+#pragma GCC unroll 2
   for (; k < t.k; k++) step();
   for (size_t l = 0; l < t.nlefts; l++) {
     const float* const from = t.lefts[l] + at;
@@ -177,9 +181,9 @@ void last_panel(const Tile& t, const char* b, size_t at, size_t columns) {
       store(to + vec_bytes, wide_part<F>(from + lanes * size, columns - left));
     }
     Tile inner = t;
-    inner.k = some, inner.a = t.a + k, inner.b_row = width, inner.c = part, inner.c_row = width;
+    inner.k = some, inner.a = t.a + k * rows, inner.b_row = width, inner.c = part, inner.c_row = width;
     inner.start = part, inner.start_row = width;
-    inner.nlefts = 0, inner.bias = nullptr, inner.next_a = nullptr;
+    inner.nlefts = 0, inner.bias = nullptr, inner.ahead_rows = 0;
     one_panel<FromF32, rows>(inner, reinterpret_cast<const char*>(held), 0);
   }
   for (size_t i = 0; i < rows; i++)
@@ -199,19 +203,30 @@ void tile_of(const Tile& t) {
   if (at < t.columns) last_panel<F, rows>(t, b, at, t.columns - at);
 }
 
-template <class F, size_t rows = most_rows>
+template <class F, size_t rows>
 void tile_rows(const Tile& t) {
   if (t.rows == rows) return tile_of<F, rows>(t);
   if constexpr (rows > 1) tile_rows<F, rows - 1>(t);
 }
 
-void tile(const Tile& t) {
-  if (t.b_type == DType::f32) return tile_rows<FromF32>(t);
-  if (t.b_type == DType::bf16) return tile_rows<FromBf16>(t);
-  return tile_rows<FromF16>(t);
+template <class F, size_t rows>
+void packing_tile_rows(const Tile& t) {
+  if (t.rows == rows) return one_panel<F, rows, true>(t, static_cast<const char*>(t.b), 0);
+  if constexpr (rows > 1) packing_tile_rows<F, rows - 1>(t);
 }
 
-// ---- Packing and widening ----
+void tile(const Tile& t) {
+  if (t.kept) {
+    if (t.b_type == DType::f32) return packing_tile_rows<FromF32, most_rows>(t);
+    if (t.b_type == DType::bf16) return packing_tile_rows<FromBf16, most_rows>(t);
+    return packing_tile_rows<FromF16, most_rows>(t);
+  }
+  if (t.b_type == DType::f32) return tile_rows<FromF32, most_rows>(t);
+  if (t.b_type == DType::bf16) return tile_rows<FromBf16, kFewRows>(t);
+  return tile_rows<FromF16, kFewRows>(t);
+}
+
+// ---- Packing ----
 
 template <class F>
 void pack_of(const Matrix& b, size_t k, size_t panels, float* to) {
@@ -232,7 +247,7 @@ void pack(const Matrix& b, size_t k, size_t panels, float* to) {
   return pack_of<FromF16>(b, k, panels, to);
 }
 
-// Transposes where the source runs the other way.
+// A square of numbers is turned by exchanging ever smaller halves.
 
 template <size_t step, size_t... lane>
 UNISONO_INLINE void exchange(Floats& x, Floats& y, std::index_sequence<lane...>) {
@@ -249,57 +264,58 @@ UNISONO_INLINE void transpose(Floats (&v)[lanes]) {
   if constexpr (step > 1) transpose<step / 2>(v);
 }
 
+// Stores whole vectors: what they write beyond a column's rows is written again by the columns after it, or is slack.
 template <class F>
-void widen_of(const Matrix& from, size_t rows, size_t columns, float* to, size_t to_row) {
+void pack_columns_of(const Matrix& from, size_t rows, size_t columns, size_t readable, float* to, size_t to_column) {
   constexpr size_t size = sizeof(typename F::Stored);
-  const char* data = static_cast<const char*>(from.data);
-  if (from.col == 1) {
-    for (size_t i = 0; i < rows; i++) {
-      const char* at = data + i * from.row * size;
-      char* out = reinterpret_cast<char*>(to + i * to_row);
-      size_t j = 0;
-      for (; j + lanes <= columns; j += lanes) store(out + j * sizeof(float), F::wide(at + j * size));
-      if (j < columns) {
-        const Floats last = wide_part<F>(at + j * size, columns - j);
-        __builtin_memcpy(out + j * sizeof(float), &last, (columns - j) * sizeof(float));
+  const char* const data = static_cast<const char*>(from.data);
+  if (from.row == 1) {
+    for (size_t k = 0; k < columns; k++)
+      for (size_t i = 0; i < rows; i += lanes) {
+        const char* const at = data + (i + k * from.col) * size;
+        char* const out = reinterpret_cast<char*>(to + k * to_column + i);
+        store(out, i + lanes <= readable ? F::wide(at) : wide_part<F>(at, readable - i));
       }
-    }
     return;
   }
-  // Consecutive elements are those of a column (any other stride is read one by one).
-  for (size_t i = 0; i < rows; i += lanes) {
-    const size_t high = rows - i < lanes ? rows - i : lanes;
-    for (size_t j = 0; j < columns; j += lanes) {
-      const size_t across = columns - j < lanes ? columns - j : lanes;
-      Floats v[lanes];
+  // Rows are read along (any other stride one by one) and turned.
+  constexpr size_t most_turns = (width > most_rows ? width : most_rows) / lanes + 1;
+  for (size_t k = 0; k < columns; k += lanes) {
+    const size_t across = columns - k < lanes ? columns - k : lanes;
+    Floats turned[most_turns][lanes];
+    for (size_t i = 0, turn = 0; i < rows; i += lanes, turn++) {
+      Floats(&v)[lanes] = turned[turn];
       for (size_t l = 0; l < lanes; l++) {
-        const char* at = data + (i * from.row + (j + l) * from.col) * size;
-        if (l >= across) {
+        const char* const at = data + ((i + l) * from.row + k * from.col) * size;
+        if (i + l >= rows) {
           v[l] = Floats{};
-        } else if (from.row == 1 && high == lanes) {
-          v[l] = F::wide(at);
+        } else if (from.col == 1) {
+          __builtin_prefetch(at + rows * from.row * size);  // the next sliver's
+          v[l] = across == lanes ? F::wide(at) : wide_part<F>(at, across);
         } else {
           char held[vec_bytes] = {};
-          for (size_t h = 0; h < high; h++) __builtin_memcpy(held + h * size, at + h * from.row * size, size);
+          for (size_t c = 0; c < across; c++) __builtin_memcpy(held + c * size, at + c * from.col * size, size);
           v[l] = F::wide(held);
         }
       }
       transpose<lanes / 2>(v);
-      for (size_t h = 0; h < high; h++) __builtin_memcpy(to + (i + h) * to_row + j, &v[h], across * sizeof(float));
     }
+    for (size_t c = 0; c < across; c++)
+      for (size_t i = 0, turn = 0; i < rows; i += lanes, turn++)
+        store(reinterpret_cast<char*>(to + (k + c) * to_column + i), turned[turn][c]);
   }
 }
 
-void widen(const Matrix& from, size_t rows, size_t columns, float* to, size_t to_row) {
-  if (from.dtype == DType::f32) return widen_of<FromF32>(from, rows, columns, to, to_row);
-  if (from.dtype == DType::bf16) return widen_of<FromBf16>(from, rows, columns, to, to_row);
-  return widen_of<FromF16>(from, rows, columns, to, to_row);
+void pack_columns(const Matrix& from, size_t rows, size_t columns, size_t readable, float* to, size_t to_column) {
+  if (from.dtype == DType::f32) return pack_columns_of<FromF32>(from, rows, columns, readable, to, to_column);
+  if (from.dtype == DType::bf16) return pack_columns_of<FromBf16>(from, rows, columns, readable, to, to_column);
+  return pack_columns_of<FromF16>(from, rows, columns, readable, to, to_column);
 }
 
 }  // namespace
 
 #define UNISONO_JOIN_(a, b) a##b
 #define UNISONO_JOIN(a, b) UNISONO_JOIN_(a, b)
-constinit const GemmTable UNISONO_JOIN(gemm_, UNISONO_ISA) = {most_rows, width, together, tile, pack, widen};
+constinit const GemmTable UNISONO_JOIN(gemm_, UNISONO_ISA) = {most_rows, width, together, tile, pack, pack_columns};
 
 }  // namespace unisono

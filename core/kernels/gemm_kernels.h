@@ -7,21 +7,23 @@
 
 namespace unisono {
 
-// A few rows of c: the product of rows of a (float32, consecutive k) and columns of b. Every element is one chain of
-// fused multiply-adds in the order of k, from zero or from `start`; then the `lefts` are joined, left + sum, one after
-// the other; then the bias is added. Columns come in panels of the table's width; the last may be narrower.
+constexpr size_t kFewRows = 4;  // up to here b is read where it is
+
+// A few rows of c: the product of rows of a (float32, packed: the rows' numbers of one k side by side) and columns of
+// b, float32 or, with few rows, of any dtype. Every element is one chain of fused multiply-adds in the order of k, from
+// zero or from `start`; then the `lefts` are joined, left + sum, one after the other; then the bias is added. Columns
+// come in panels of the table's width; the last may be narrower.
 //
-// Meanwhile the next tile's rows of a are asked for from the second-level cache, and from memory `ahead_rows` rows of
-// what is packed next, `ahead_bytes` long each.
+// Meanwhile `ahead_rows` rows of what is packed next, `ahead_bytes` long each, are asked for from memory.
 struct Tile {
   size_t rows;  // 1 to the table's most
   size_t k;
   const float* a;
-  size_t a_row;
   const void* b;
   DType b_type;
   size_t b_row;    // from one k to the next
   size_t b_panel;  // from one panel to the next
+  float* kept;     // where one whole panel of b, of any dtype, is packed on the way; null: nowhere
   size_t columns;
   float* c;
   size_t c_row;
@@ -29,8 +31,7 @@ struct Tile {
   size_t start_row;
   const float* const* lefts;
   size_t nlefts, left_row;
-  const float* bias;    // null: none
-  const float* next_a;  // null: none of this is asked for
+  const float* bias;  // null: none
   const char* ahead;
   size_t ahead_row, ahead_rows, ahead_bytes;
 };
@@ -41,8 +42,9 @@ struct GemmTable {
   void (*tile)(const Tile&);
   // k rows of whole panels of b as float32, panel after panel; b.col is 1.
   void (*pack)(const Matrix& b, size_t k, size_t panels, float* to);
-  // Rows of a as float32: `to` has `to_row` elements from one row to the next.
-  void (*widen)(const Matrix& from, size_t rows, size_t columns, float* to, size_t to_row);
+  // The first rows of a matrix as float32, column after column: `to_column` elements from one to the next, a multiple
+  // of a vector or the number of rows. The matrix has `readable` rows. Writes up to a vector beyond the last element.
+  void (*pack_columns)(const Matrix& from, size_t rows, size_t columns, size_t readable, float* to, size_t to_column);
 };
 
 extern const GemmTable gemm_scalar;

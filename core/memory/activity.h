@@ -44,15 +44,16 @@ struct Waiting {
 
   bool owes(int r) const { return r >= 0 && r < 256 && (owed[r / 64] >> r % 64 & 1); }
 };
-static_assert(std::is_trivially_copyable_v<Waiting> && sizeof(Waiting) % sizeof(uint64_t) == 0);  // for copy_words
+// For copy_words, and so that two can be compared as bytes.
+static_assert(std::has_unique_object_representations_v<Waiting> && sizeof(Waiting) % sizeof(uint64_t) == 0);
 
 struct alignas(kLineBytes) Activity {
   // Written by begin and end, read by read_activities. Odd is ordered before the words by a release fence, even after
   // them by a release store; the reader's acquire load and acquire fence are their partners.
   Flag stamp;
-  // How many threads of the process could make calls, and when that was counted: milliseconds << 8 | threads. 0: not
-  // yet. Stored with release by count_threads, loaded with acquire by read_activities: the threads were counted while
-  // the line said what it says.
+  // How many threads of the process could make calls (0 where this one's wait blocks none), and when that was counted
+  // and the wait not over: milliseconds << 8 | threads. 0: not yet. Stored with release by count_threads, loaded with
+  // acquire by read_activities: the threads were counted while the line said what it says.
   Flag counted;
   Flag proven;  // not 0 once this wait was found to be part of a deadlock; released by prove, acquired by
                 // read_activities

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -23,6 +24,9 @@ namespace unisono {
 namespace {
 
 std::string& folder = *new std::string;
+// Counts the files that this process has begun to write, so that each has a name of its own until it is whole: threads
+// write at the same time when two groups fail, or a signal comes. Relaxed: it hands out numbers.
+std::atomic<uint64_t> files_begun{0};
 int signal_pipe[2] = {-1, -1};
 pid_t signal_owner = 0;
 
@@ -220,8 +224,10 @@ void dump_record(const std::byte* heap_base, const std::string& why) {
     if (c == '/') c = '_';
   const std::string name =
       folder + "/unisono-" + host + "-" + std::to_string(read_recorder_header(heap_base).pid) + ".json";
-  // A name of its own until it is whole; two ranks may write about a third.
-  const std::string part = name + "." + std::to_string(getpid()) + ".part";
+  // Ranks, and threads of one, may write about the same process at the same time. The last to rename wins, and readers
+  // find a whole file at any moment.
+  const std::string part = name + "." + std::to_string(getpid()) + "-" +
+                           std::to_string(files_begun.fetch_add(1, std::memory_order_relaxed)) + ".part";
   mkdir(folder.c_str(), 0700);
   unlink(part.c_str());  // of an earlier process with our number
   const Fd fd(open(part.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));  // never through somebody's link
@@ -230,8 +236,12 @@ void dump_record(const std::byte* heap_base, const std::string& why) {
     return;
   }
   size_t at = 0;
-  for (ssize_t put = 1; at < text.size() && put > 0; at += static_cast<size_t>(std::max<ssize_t>(put, 0)))
-    put = write(fd.get(), text.data() + at, text.size() - at);
+  while (at < text.size()) {
+    const ssize_t put = write(fd.get(), text.data() + at, text.size() - at);
+    if (put < 0 && errno == EINTR) continue;
+    if (put <= 0) break;
+    at += static_cast<size_t>(put);
+  }
   if (at < text.size() || std::rename(part.c_str(), name.c_str()) != 0) {
     std::fprintf(stderr, "unisono: cannot write %s: %s\n", name.c_str(), std::strerror(errno));
     std::remove(part.c_str());

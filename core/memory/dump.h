@@ -19,7 +19,8 @@ std::string record_of_file(int fd, const std::string& why, size_t most = SIZE_MA
 // Where files go; empty: nowhere. Before groups are made.
 void set_trace_folder(const std::string& folder);
 bool has_trace_folder();
-// Writes DIR/unisono-<host>-<pid>.json. A file of the same process is replaced, whole.
+// Writes DIR/unisono-<host>-<pid>.json. A file of the same process is replaced, whole: any thread of any rank may
+// write at any time, and readers see one of them.
 void dump_record(const std::byte* heap_base, const std::string& why);
 // From then on this process's own record is written whenever the signal comes. False: the system refused.
 bool dump_on_signal(int number);

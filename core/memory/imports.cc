@@ -127,6 +127,8 @@ bool write_entry(const Library& library, uintptr_t entry, void* value) {
   const bool sealed = library.sealed_begin / page * page <= entry && entry < library.sealed_end / page * page;
   auto* first = reinterpret_cast<void*>(entry / page * page);
   if (sealed && mprotect(first, page, PROT_READ | PROT_WRITE) != 0) return false;
+  // Its partner is the library's own call through the entry, in any thread: a load that the jump depends on. Release,
+  // so that a thread which gets into the replacement finds Import::original there, stored before.
   std::atomic_ref(*reinterpret_cast<void**>(entry)).store(value, std::memory_order_release);
   if (sealed) mprotect(first, page, PROT_READ);
   return true;

@@ -31,9 +31,12 @@ struct alignas(kLineBytes) KeptEntry {
   uint64_t dtype;
   uint64_t dims;
   uint64_t shape[kKeptDims];
-  // Brackets begun and ended. Stored by begin_write and end_write; nobody reads them while their owner lives.
+  // Brackets begun and ended. Stored by begin_write and end_write; nobody reads them while their owner lives. Loaded by
+  // copy_entry, relaxed: it comes after the owner's hang-up, which comes after all its stores.
   Flag begun, ended;
-  Flag steps[2];  // of bracket n in entry n % 2: the last one that ended is not overwritten by the next
+  // Of bracket n in entry n % 2: the last one that ended is not overwritten by the next. Stored by end_write, before
+  // `ended` and with release, so that a process killed in between has not ended the bracket; loaded as `ended` is.
+  Flag steps[2];
   char name[kKeptName];
 };
 static_assert(sizeof(KeptEntry) == 2 * kLineBytes);

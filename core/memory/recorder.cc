@@ -169,7 +169,7 @@ void Recorded::end(bool well, bool timed) const {
 }
 
 void Recorded::number(uint64_t seq) const {
-  if (is_ours()) __atomic_store_n(&at_->seq, seq, __ATOMIC_RELAXED);
+  if (is_ours()) __atomic_store_n(&at_->seq, seq, __ATOMIC_RELAXED);  // pairs with copy_words in copy_operation
 }
 
 // -- reading
@@ -233,6 +233,40 @@ bool is_possible(const Operation& o) {
          o.out_splits <= kMostRecordedRanks;
 }
 
+// An operation of the ring as it was at one moment. The copy is the reader's own; its atomics have no partner there.
+struct OperationCopy {
+  uint64_t stamp = 0;
+  alignas(Operation) std::byte bytes[sizeof(Operation)];
+  const Operation& words() const { return *reinterpret_cast<const Operation*>(bytes); }
+};
+
+// False: nothing is there, it was written meanwhile, or it cannot be true.
+bool copy_operation(const std::byte* base, size_t i, OperationCopy& copy) {
+  const Operation& shared = at<Operation>(base, RecorderLayout::operations)[i];
+  copy.stamp = shared.stamp.load(std::memory_order_acquire);
+  copy_words(copy.bytes, &shared, sizeof copy.bytes);
+  fence(std::memory_order_acquire);
+  return copy.stamp != 0 && copy.stamp % 2 == 0 && shared.stamp.load(std::memory_order_relaxed) == copy.stamp &&
+         is_possible(copy.words());
+}
+
+// Without its counts.
+ReadOperation read_operation(const OperationCopy& copy, const TickClock& clock, const std::vector<ReadGroup>& groups) {
+  const Operation& o = copy.words();
+  ReadOperation r{};
+  r.number = copy.stamp / 2 - 1;
+  r.seq = o.seq, r.count = o.count, r.tag = o.tag, r.root = o.root;
+  r.began_ns = clock.ns(o.began);
+  const int64_t ended = o.ended.load(std::memory_order_relaxed);
+  r.ended_ns = ended ? clock.ns(ended) : 0;
+  r.verb = o.verb, r.dtype = o.dtype, r.op = o.op, r.asynchronous = o.asynchronous;
+  r.state = o.state.load(std::memory_order_relaxed);
+  r.site = text_in(o.site);
+  for (const ReadGroup& g : groups)
+    if (g.reference == o.group) r.group_id = g.words.id, r.group = g.name();
+  return r;
+}
+
 }  // namespace
 
 std::vector<ReadOperation> read_operations(const std::byte* base) {
@@ -240,26 +274,11 @@ std::vector<ReadOperation> read_operations(const std::byte* base) {
   const std::vector<ReadGroup> groups = read_groups(base);
   const auto* splits = at<uint64_t>(base, RecorderLayout::splits);
   std::vector<ReadOperation> found;
+  OperationCopy copy;
   for (size_t i = 0; i < kOperations; i++) {
-    const Operation& shared = at<Operation>(base, RecorderLayout::operations)[i];
-    const uint64_t stamp = shared.stamp.load(std::memory_order_acquire);
-    alignas(Operation) std::byte copy[sizeof(Operation)];
-    copy_words(copy, &shared, sizeof copy);
-    fence(std::memory_order_acquire);
-    const auto& o = *reinterpret_cast<const Operation*>(copy);
-    if (stamp == 0 || stamp % 2 || shared.stamp.load(std::memory_order_relaxed) != stamp || !is_possible(o)) continue;
-    ReadOperation& r = found.emplace_back();
-    r.number = stamp / 2 - 1;
-    r.seq = o.seq, r.count = o.count, r.tag = o.tag, r.root = o.root;
-    r.began_ns = clock.ns(o.began);
-    const int64_t ended = o.ended.load(std::memory_order_relaxed);
-    r.ended_ns = ended ? clock.ns(ended) : 0;
-    r.verb = o.verb, r.dtype = o.dtype, r.op = o.op, r.asynchronous = o.asynchronous;
-    r.state = o.state.load(std::memory_order_relaxed);
-    r.site = text_in(o.site);
-    r.group_id = 0;
-    for (const ReadGroup& g : groups)
-      if (g.reference == o.group) r.group_id = g.words.id, r.group = g.name();
+    if (!copy_operation(base, i, copy)) continue;
+    const Operation& o = copy.words();
+    ReadOperation& r = found.emplace_back(read_operation(copy, clock, groups));
     std::vector<uint64_t> counts;
     if (o.in_splits || o.out_splits) counts = read_splits(splits, o.splits, r.number, o.in_splits + o.out_splits);
     if (!counts.empty()) {
@@ -269,6 +288,18 @@ std::vector<ReadOperation> read_operations(const std::byte* base) {
   }
   std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.number < b.number; });
   return found;
+}
+
+std::optional<ReadOperation> read_last_operation(const std::byte* base, uint64_t group_id) {
+  std::vector<ReadGroup> groups = read_groups(base);
+  std::erase_if(groups, [&](const ReadGroup& g) { return g.words.id != group_id; });
+  OperationCopy last, copy;
+  for (size_t i = 0; i < kOperations; i++)
+    if (copy_operation(base, i, copy) && copy.stamp > last.stamp &&
+        std::any_of(groups.begin(), groups.end(), [&](const auto& g) { return g.reference == copy.words().group; }))
+      last = copy;
+  if (last.stamp == 0) return std::nullopt;
+  return read_operation(last, TickClock(read_recorder_header(base)), groups);
 }
 
 }  // namespace unisono

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cstddef>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -35,19 +36,21 @@ struct alignas(kLineBytes) Operation {
   // 2 n + 1 while operation n is written, 2 n + 2 once it can be read. Written by Recorder::begin, read by
   // read_operations; ordered as Activity::stamp is.
   Flag stamp;
-  uint64_t seq;
-  int64_t began;               // ticks
-  std::atomic<int64_t> ended;  // ticks; 0: still under way, or so short that nobody looked at the clock
-  uint64_t count;              // elements: of the whole, or of this rank's part
-  int64_t tag;                 // of a message
-  uint64_t splits;             // where its counts begin in the ring of splits, if it has any
-  uint32_t group;              // the group's place in the table, and above 16 bits which of that place's users it is
+  uint64_t seq;   // of a message changed once more while the line can be read: by Recorded::number, as one atomic word
+  int64_t began;  // ticks
+  // Ticks; 0: still under way, or so short that nobody looked at the clock. Stored by Recorded::end, loaded by the
+  // copy_words of copy_operation, both relaxed: a word on its own.
+  std::atomic<int64_t> ended;
+  uint64_t count;   // elements: of the whole, or of this rank's part
+  int64_t tag;      // of a message
+  uint64_t splits;  // where its counts begin in the ring of splits, if it has any
+  uint32_t group;   // the group's place in the table, and above 16 bits which of that place's users it is
   uint16_t in_splits, out_splits;  // how many counts of the input, and behind them of the output
   int16_t root;                    // or the other end of a message
   Verb verb;
   DType dtype;
   RedOp op;
-  std::atomic<State> state;
+  std::atomic<State> state;  // stored by Recorded::published and Recorded::end, loaded as `ended` is
   uint8_t asynchronous;
   uint8_t unused;
   char site[kSiteBytes];
@@ -85,7 +88,9 @@ struct RecorderHeader {
 
 class Recorder;
 
-// One operation of this process, as whoever runs it holds it.
+// One operation of this process, as whoever runs it holds it. It looks whether the place in the ring is still its own,
+// and then stores. Should another thread begin 1024 operations between the two, one of those gets a wrong state or
+// number: the recorder only tells, so that is cheaper than a lock.
 class Recorded {
  public:
   void published() const { set(State::published); }
@@ -208,6 +213,8 @@ RecorderHeader read_recorder_header(const std::byte* heap_base);
 std::vector<ReadGroup> read_groups(const std::byte* heap_base);
 // The last ones, oldest first.
 std::vector<ReadOperation> read_operations(const std::byte* heap_base);
+// The last one of a group, without its counts: at a fraction of the cost, for errors, which may be about many ranks.
+std::optional<ReadOperation> read_last_operation(const std::byte* heap_base, uint64_t group_id);
 inline std::vector<ReadWaiting> read_waiting(const std::byte* heap_base) {
   return read_activities(heap_base + RecorderLayout::activities);
 }

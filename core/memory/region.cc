@@ -54,9 +54,9 @@ std::atomic<std::byte*> region_begin{nullptr};
 std::atomic<size_t> region_bytes{0};
 size_t wanted_capacity = 0;
 
-// What was mapped there goes; the addresses stay the region's.
+// What was mapped there goes; the addresses stay the region's. If the system refuses, its memory stays too.
 void clear_slot(std::byte* at, size_t bytes) {
-  mmap(at, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  (void)mmap(at, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 }
 
 size_t default_capacity() {
@@ -169,9 +169,10 @@ void Mapping::make_private() {
   if (!fd_) return;
   size_t begin = 0;
   auto hide = [&](size_t end) {
-    if (begin < end)
-      mmap(base_ + begin, end - begin, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, fd_.get(),
-           static_cast<off_t>(begin));
+    if (begin >= end) return;
+    void* at = mmap(base_ + begin, end - begin, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
+                    fd_.get(), static_cast<off_t>(begin));
+    if (at == MAP_FAILED) mprotect(base_ + begin, end - begin, PROT_NONE);  // rather a fault than a write to the parent
   };
   for (auto [offset, bytes] : detached_) {
     hide(offset);

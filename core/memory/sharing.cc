@@ -40,7 +40,7 @@ Heap* find_heap() {
   Failure none;
   auto made = process_heap(none);
   if (!made) return nullptr;
-  heap = (new std::shared_ptr<Heap>(std::move(made)))->get();
+  heap = (new std::shared_ptr<Heap>(std::move(made)))->get();  // NOLINT: kept for as long as the process lives
   current.store(heap, std::memory_order_release);
   return heap;
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "base/faults.h"
 #include "kernels/reduce.h"
 
 namespace unisono {
@@ -102,7 +103,7 @@ void Arguments::cut_by_counts(Parts& parts, const View& whole, const char* argum
                               const char* counts_argument) const {
   if (!PySequence_Check(counts.ptr()))
     refuse({.rule = Rule::counts_sequence, .argument = counts_argument, .got = nb::borrow(counts)});
-  if (nb::len(counts) != static_cast<size_t>(size_))
+  if (nb::len(counts) != static_cast<size_t>(size_) && is_up(Defence::arguments))
     refuse({.rule = Rule::counts_length,
             .argument = counts_argument,
             .expected = number(size_),

@@ -11,6 +11,7 @@
 #include "memory/dump.h"
 #include "memory/limits.h"
 #include "python/communicator.h"
+#include "python/eager.h"
 #include "python/gradients.h"
 #include "python/listener.h"
 #include "python/memory.h"
@@ -18,7 +19,6 @@
 #include "python/sites.h"
 #include "python/splits.h"
 #include "python/survivors.h"
-#include "python/usual.h"
 
 using namespace nb::literals;
 
@@ -133,9 +133,9 @@ void add_functions(nb::module_& m) {
   m.def("empty", &unisono::empty);
   m.def("empty_like", &unisono::empty_like);
   m.def("is_plain", &is_plain);
-  m.def("usual_transport", &usual_transport, "group"_any, "tensor"_any);
-  m.def("usual_transport_of_all", &usual_transport_of_all, "group"_any, "tensors"_any);
-  m.def("usual_partner", &usual_partner, "group"_any, "tensor"_any, "rank"_any);
+  m.def("eager_transport", &eager_transport, "group"_any, "tensor"_any);
+  m.def("eager_transport_of_all", &eager_transport_of_all, "group"_any, "tensors"_any);
+  m.def("eager_partner", &eager_partner, "group"_any, "tensor"_any, "rank"_any);
   m.def("is_reachable", [](uintptr_t p) { return is_reachable(reinterpret_cast<const void*>(p), 1); });
   m.def("combine", &combine);
   m.def("memory_available", &memory_available);
@@ -192,6 +192,7 @@ void add_classes(nb::module_& m) {
   nb::class_<Pending>(m, "Pending")
       .def("done", &Pending::done)
       .def("wait", &Pending::wait)
+      .def("withdraw", &Pending::withdraw)
       .def("error", &Pending::error)
       .def("on_done", &Pending::on_done)
       .def_prop_ro("source", &Pending::source);
@@ -228,6 +229,7 @@ void add_classes(nb::module_& m) {
       .def(nb::init<const std::string&, nb::handle>(), "name"_a, "tensor"_any)
       .def("begin", &KeptBinding::begin)
       .def("end", &KeptBinding::end)
+      .def("leave", &KeptBinding::leave)
       .def("drop", &KeptBinding::drop);
 
   nb::class_<Estate>(m, "Estate")

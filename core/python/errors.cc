@@ -1,9 +1,14 @@
 // See errors.h.
 #include "python/errors.h"
 
+#include <algorithm>
 #include <atomic>
 #include <iterator>
 #include <mutex>
+#include <string>
+#include <utility>
+
+#include "base/fork.h"
 
 namespace unisono {
 
@@ -65,8 +70,9 @@ void raise(const Failure& f, const std::string& group, int rank) {
 
 namespace {
 
-std::mutex& warnings_mutex = *new std::mutex;  // a leaf: nothing is called under it
 std::vector<std::string>& warnings = *new std::vector<std::string>;
+// A leaf: nothing is called under it. The parent logs its own warnings.
+ForkMutex warnings_mutex(ForkOrder::warnings, [] { warnings.clear(); });
 // Whether there are any. Stored under the mutex, read without it, relaxed: a hint.
 std::atomic<bool> has_warnings{false};
 
@@ -89,6 +95,34 @@ void log_warnings() {
   PyErr_Restore(type, value, trace);
 }
 
+// Threads of libraries that only serve others and call nothing of the program's: module and function.
+constexpr std::pair<const char*, const char*> kServants[] = {
+    {"tqdm._monitor", "run"},                                    // redraws progress bars
+    {"multiprocessing.queues", "_feed"},                         // of each queue, as data loaders have them
+    {"torch.utils.data._utils.pin_memory", "_pin_memory_loop"},  // of a data loader
+};
+// Whose frames may be on their stacks; anything else there may be the program's.
+constexpr const char* kServantModules[] = {"threading",       "queue", "weakref",
+                                           "multiprocessing", "tqdm",  "torch.utils.data"};
+
+bool is_below(const std::string& module, const std::string& top) {
+  return module == top || module.compare(0, top.size() + 1, top + ".") == 0;
+}
+
+// Whether a thread, of which this is the top frame, is such a servant: it will never make a call.
+bool is_servant(nb::object frame) {
+  bool serves = false;
+  for (; !frame.is_none(); frame = frame.attr("f_back")) {
+    const auto module = nb::cast<std::string>(nb::str(nb::object(frame.attr("f_globals").attr("get")("__name__"))));
+    const auto function = nb::cast<std::string>(frame.attr("f_code").attr("co_name"));
+    if (std::none_of(std::begin(kServantModules), std::end(kServantModules),
+                     [&](const char* top) { return is_below(module, top); }))
+      return false;
+    for (const auto& [of, name] : kServants) serves = serves || (module == of && function == name);
+  }
+  return serves;
+}
+
 }  // namespace
 
 bool check_python_signals() {
@@ -103,7 +137,10 @@ int count_python_threads() {
   PyGILState_STATE state = PyGILState_Ensure();
   int threads = 255;  // "not known"
   try {
-    threads = static_cast<int>(nb::len(nb::module_::import_("sys").attr("_current_frames")()));
+    const auto frames = nb::cast<nb::dict>(nb::module_::import_("sys").attr("_current_frames")());
+    int callers = 0;
+    for (auto [id, frame] : frames) callers += !is_servant(nb::borrow(frame));
+    threads = callers;
   } catch (...) {
     PyErr_Clear();
   }

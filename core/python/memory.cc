@@ -1,9 +1,11 @@
 // See memory.h.
 #include "python/memory.h"
 
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include <bit>
+#include <utility>
 
 #include "base/tuning.h"
 #include "memory/heap.h"
@@ -45,9 +47,11 @@ nb::dict describe_tuning(Tuning tuning) {
   d["machine"] = machine_words();
   d["file"] = tuning_file();
   d["known"] = tuning.is_known();
-  auto bytes_from = [](uint8_t from) { return from == Tuning::kNever ? 0 : size_t{1} << from; };
-  d["single_copy_from"] = bytes_from(tuning.single_from);
-  d["single_reduce_from"] = bytes_from(tuning.reduce_from);
+  auto bytes = [](uint8_t log) { return log == Tuning::kNever ? 0 : size_t{1} << log; };
+  d["single_copy_from"] = bytes(tuning.copies.from);
+  d["single_copy_below"] = bytes(tuning.copies.below);
+  d["single_reduce_from"] = bytes(tuning.reductions.from);
+  d["single_reduce_below"] = bytes(tuning.reductions.below);
   d["piece_bytes"] = size_t{1} << tuning.piece;
   d["ring_bytes"] = size_t{1} << tuning.ring;
   return d;
@@ -70,11 +74,13 @@ nb::dict tuning(bool measure) {
   return d;
 }
 
-// For this process and for as long as it lives. 0: never.
-void choose_tuning(size_t single_copy_from, size_t single_reduce_from, size_t piece_bytes, size_t ring_bytes) {
+// For this process and for as long as it lives. Sizes of what is read where it is: from 0: never; below 0: no end.
+void choose_tuning(std::pair<size_t, size_t> copies, std::pair<size_t, size_t> reductions, size_t piece_bytes,
+                   size_t ring_bytes) {
   auto log = [](size_t n) { return n ? static_cast<uint8_t>(std::bit_width(n) - 1) : Tuning::kNever; };
-  const Tuning wanted{log(single_copy_from), log(single_reduce_from), log(piece_bytes), log(ring_bytes)};
-  if (!Tuning::of(wanted.word()).is_known()) throw nb::value_error("no such tuning: sizes are powers of two");
+  auto span = [&](const auto& sizes) { return Tuning::Span{log(sizes.first), log(sizes.second)}; };
+  const Tuning wanted{span(copies), span(reductions), log(piece_bytes), log(ring_bytes)};
+  if (Tuning::of(wanted.word()) != wanted) throw nb::value_error("no such tuning: sizes are powers of two");
   set_tuning(wanted);
 }
 

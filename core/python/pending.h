@@ -49,6 +49,10 @@ class Pending {
   }
 
   bool done() const { return is_done(*ticket_); }
+  void withdraw() {
+    nb::gil_scoped_release release;
+    engine_->withdraw(*ticket_);
+  }
   bool wait(double timeout_s) {
     bool over, interrupted = false;
     {

@@ -1,6 +1,8 @@
 // See survivors.h; and communicator.h: how a group shrinks.
 #include "python/survivors.h"
 
+#include <stdexcept>
+
 #include "group/shrink.h"
 #include "python/communicator.h"
 #include "python/tensors.h"
@@ -19,9 +21,10 @@ KeptBinding::KeptBinding(const std::string& name, nb::handle tensor) : name_(nam
   if (kept.shape.size() > kKeptDims) throw nb::value_error("argument 'tensor' must have at most 8 dimensions");
   if (!heap_->holds(view.data)) refuse({.rule = Rule::shared, .argument = "tensor"});
   kept.name = name;
-  kept.offset = static_cast<size_t>(view.data - heap_->base());
-  kept.bytes = view.bytes();
+  kept.offset = offset_ = static_cast<size_t>(view.data - heap_->base());
+  kept.bytes = bytes_ = view.bytes();
   kept.dtype = view.dtype;
+  nb::object storage = tensor.attr("untyped_storage")();
   heap_->pin(view.data);  // a fork must not make it private: peers find it outside of calls
   entry_ = heap_->keeping().add(kept, failure);
   if (!entry_) raise(failure, "", -1);
@@ -31,25 +34,59 @@ KeptBinding::KeptBinding(const std::string& name, nb::handle tensor) : name_(nam
     refuse({.rule = Rule::shared, .argument = "tensor"});
   }
   tensor_ = nb::borrow(tensor).release();
+  storage_ = storage.release();
 }
 
-void KeptBinding::begin() {
-  if (entry_ && heap_->keeping().has(entry_)) return Keeping::begin_write(*entry_);
+void KeptBinding::expect_ours() const {
   Failure failure;
-  fail(failure, Code::system,
-       "kept tensor \"" + name_ + "\": " +
-           (entry_ ? "when a group failed, a peer that did not answer could still write to it, so it was made private; "
-                     "copy it to a new tensor in shared memory and keep that"
-                   : "it was dropped"));
+  const std::string named = "kept tensor \"" + name_ + "\": ";
+  if (!entry_)
+    fail(failure, Code::system, named + "it was dropped; keep the tensor again");
+  else if (heap_->is_of_parent())
+    fail(failure, Code::forked, named + "it belongs to the parent of this process; keep a tensor of this one");
+  else
+    return;
   raise(failure, "", -1);
+}
+
+void KeptBinding::begin(int64_t step) {
+  expect_ours();
+  if (updating_) throw std::runtime_error("kept tensor \"" + name_ + "\" is being updated already");
+  if (!heap_->keeping().has(entry_)) {
+    Failure failure;
+    fail(failure, Code::system,
+         "kept tensor \"" + name_ +
+             "\": when a group failed, a peer that did not answer could still write to it, so it was made private; "
+             "copy it to a new tensor in shared memory and keep that");
+    raise(failure, "", -1);
+  }
+  const View view = view_tensor(tensor_, "tensor");
+  if (view.data != heap_->base() + offset_ || view.bytes() != bytes_)
+    throw std::runtime_error("kept tensor \"" + name_ +
+                             "\" has other memory than when it was kept (by .data, set_ or resize_), which nobody "
+                             "would inherit; keep it again");
+  Keeping::begin_write(*entry_);
+  updating_ = true;
+  step_ = step;
+}
+
+void KeptBinding::end() {
+  expect_ours();
+  if (!updating_) throw std::runtime_error("kept tensor \"" + name_ + "\" is not being updated");
+  Keeping::end_write(*entry_, step_);
 }
 
 void KeptBinding::drop() {
   if (!entry_) return;
+  // A child may drop what a thread of its parent was updating when it forked: that thread is not here.
+  if (updating_ && !heap_->is_of_parent())
+    throw std::runtime_error("kept tensor \"" + name_ +
+                             "\" is being updated: drop it, or keep another under its name, after the update");
   heap_->keeping().remove(entry_);
   entry_ = nullptr;
   nb::steal(tensor_.ptr());  // goes here
-  tensor_ = nb::handle();
+  nb::steal(storage_.ptr());
+  tensor_ = storage_ = nb::handle();
 }
 
 nb::list Estate::read() const {

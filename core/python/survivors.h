@@ -12,22 +12,31 @@
 
 namespace unisono {
 
-// A tensor of this process that peers inherit. It is held for good, past the end of Python, until `drop`.
+// A tensor of this process that peers inherit. It and its memory are held for good, past the end of Python, until
+// `drop`. Every method is called with the GIL, which makes each of them one step for the program's threads.
 class KeptBinding {
  public:
   KeptBinding(const std::string& name, nb::handle tensor);
   KeptBinding(const KeptBinding&) = delete;
   KeptBinding& operator=(const KeptBinding&) = delete;
 
-  void begin();  // raises if the memory was taken away from the peers
-  void end(int64_t step) { Keeping::end_write(*entry_, step); }
-  void drop();
+  // An update: `begin`, then `end` unless the program raised inside, then `leave` in any case. `begin` raises if
+  // another update is under way, if the memory was taken away from the peers, or if the tensor lies elsewhere by now.
+  void begin(int64_t step);
+  void end();
+  void leave() { updating_ = false; }
+  void drop();  // raises inside of an update, which would end in an entry that may be another tensor's by then
 
  private:
+  void expect_ours() const;  // neither dropped nor a parent's: a child has a copy, which nobody inherits
+
   std::string name_;
   std::shared_ptr<Heap> heap_;
-  KeptEntry* entry_ = nullptr;
-  nb::handle tensor_;  // one reference
+  KeptEntry* entry_ = nullptr;  // null: dropped
+  size_t offset_ = 0, bytes_ = 0;
+  nb::handle tensor_, storage_;  // one reference to each: the program may give the tensor other memory
+  bool updating_ = false;
+  int64_t step_ = 0;  // of the update under way
 };
 
 // The heap of a rank that was lost.

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/faults.h"
+
 namespace unisono {
 namespace {
 
@@ -120,6 +122,7 @@ bool find_dtype(nb::handle object, dlpack::DataType t, DType& out) {
 }
 
 bool is_contiguous(const dlpack::Tensor& t) {
+  if (!is_up(Defence::arguments)) return true;
   int64_t expected = 1;
   for (int i = t.ndim; i-- > 0;) {
     if (t.shape[i] != 1 && t.strides && t.strides[i] != expected) return false;

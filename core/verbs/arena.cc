@@ -2,6 +2,12 @@
 #include "verbs/arena.h"
 
 namespace unisono {
+namespace {
+
+// Short messages use the same pages again soon, so that they are still in a cache.
+constexpr size_t kShort = 64 << 10, kShortRoom = 512 << 10;
+
+}  // namespace
 
 bool Arena::let_go() {
   drop_unused();
@@ -20,7 +26,7 @@ std::byte* Arena::take(size_t bytes, Failure& failure) {
   drop_unused();
   const size_t size = (bytes + 4095) / 4096 * 4096;
   size_t at = ranges_.empty() ? next_ : ranges_.back().end;
-  if (at + size > kRingBytes) at = 0;
+  if (at + size > (size <= kShort ? kShortRoom : kRingBytes)) at = 0;
   // Free is what lies behind the youngest range and before the oldest one.
   bool fits = base_ && size <= kRingBytes;
   for (const Range& r : ranges_) fits = fits && (at + size <= r.begin || at >= r.end);

@@ -16,8 +16,9 @@ namespace {
 
 // How long a rank that failed waits for peers inside the same call to see it and get out.
 constexpr int64_t kWithdrawFor = 20'000'000;
-constexpr size_t kTimedFrom = 4 << 10;  // bytes
-constexpr size_t kShortCount = 256;     // elements
+constexpr int64_t kTrialLimit = 2'000'000'000;  // a call with a shorter time limit is no time to measure
+constexpr size_t kTimedFrom = 4 << 10;          // bytes
+constexpr size_t kShortCount = 256;             // elements
 
 // Every thread of every process that has made a group sees what this one wrote before; the fast path needs no fence.
 void fence_everybody() {
@@ -38,6 +39,8 @@ Code Collectives::run(Call& call) {
   }
   const Heap::Told told = tells_places(call) ? Heap::Told(g_.heap()) : Heap::Told();
   call.seq = g_.begin_call();
+  if (!is_up(Defence::width)) call.count &= INT32_MAX;
+  if (!is_up(Defence::empties) && call.count == 0 && call.verb == Verb::all_reduce) return Code::ok;
   // A short call is recorded while it waits for the others' requests, where that costs nothing.
   is_recorded_ = false;
   if (call.in_parts || call.out_parts || call.count >= kShortCount || g_.size() == 1) record(call);
@@ -112,7 +115,9 @@ Code Collectives::meet_and_move(Call& call, bool& checked) {
   call.deadline_ns = 0;  // set by the first wait that is not over at once
   call.gauged = 0;
   call.past_caches = false;
-  if (g_.rank() == 0 && !current_tuning().is_known() && requests_.is_long_and_hidden(call)) find_tuning();
+  if (g_.rank() == 0 && !current_tuning().is_known() && requests_.is_long_and_hidden(call) &&
+      waiter_.limit_of(call) >= kTrialLimit)
+    find_tuning();
   put_input(call, requests_.describe(call));
   requests_.publish(call);
   record(call);

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "base/turns.h"
+
 namespace unisono {
 namespace {
 
@@ -62,7 +64,14 @@ void Messages::add(std::shared_ptr<Message> message) {
       steps_++;
       step_receive(m);
     }
-    if (!is_over(m)) receives_.push_back(std::move(message));
+    if (!is_over(m)) {
+      if (m.peer >= 0 && !m.started && receives_.empty()) {
+        const uint64_t next = seen(m.peer);
+        m.awaited = &incoming(m.peer, next).posted;
+        m.awaited_value = next + 1;
+      }
+      receives_.push_back(std::move(message));
+    }
   }
   count();
 }
@@ -82,6 +91,7 @@ void Messages::count() {
   if (GroupRecord* record = g_.recorded().record)
     record->pending.store(sends_.size() + receives_.size(), std::memory_order_relaxed);
   pending_.store(sends_.size() + receives_.size(), std::memory_order_relaxed);
+  if (sends_.empty()) return backlog_.store(0, std::memory_order_relaxed);
   const auto waiting = std::count_if(sends_.begin(), sends_.end(), [&](const auto& m) {
     if (m->started || !m->done.load(std::memory_order_relaxed)) return false;
     return m->peer == g_.rank() || g_.state_of(m->peer) == PeerState::alive;
@@ -111,6 +121,17 @@ void Messages::give_back_buffers() {
 void Messages::step() {
   steps_++;
   if (!lingering_.empty()) give_back_buffers();
+  if (!sends_.empty()) step_sends();
+  for (auto& held : unexpected_)
+    if (!held->done.load(std::memory_order_relaxed)) step_receive(*held);
+  for (auto it = receives_.begin(); it != receives_.end();) {
+    step_receive(**it);
+    it = (*it)->done.load(std::memory_order_relaxed) ? receives_.erase(it) : std::next(it);
+  }
+  count();
+}
+
+void Messages::step_sends() {
   std::vector<uint8_t> blocked(static_cast<size_t>(g_.size()));  // messages to one rank are posted in order
   for (auto it = sends_.begin(); it != sends_.end();) {
     Message& m = **it;
@@ -123,13 +144,6 @@ void Messages::step() {
     if (!m.started) blocked[static_cast<size_t>(m.peer)] = 1;
     it = is_over(m) ? sends_.erase(it) : std::next(it);
   }
-  for (auto& held : unexpected_)
-    if (!held->done.load(std::memory_order_relaxed)) step_receive(*held);
-  for (auto it = receives_.begin(); it != receives_.end();) {
-    step_receive(**it);
-    it = (*it)->done.load(std::memory_order_relaxed) ? receives_.erase(it) : std::next(it);
-  }
-  count();
 }
 
 void Messages::advance() {
@@ -167,8 +181,17 @@ void Messages::fail_all(const Failure& failure) {
   count();
 }
 
+// An answer that is on its way comes within a microsecond or so: for that long only the flag is looked at that says so,
+// without the lock, and whoever sends need not share the line with what a step reads. Relaxed: a step acquires it.
+void Messages::look_briefly(const Message& m) const {
+  constexpr int kLooks = 64;
+  if (!m.awaited || g_.facts().crowded) return;
+  for (int i = 0; i < kLooks && m.awaited->load(std::memory_order_relaxed) != m.awaited_value; i++) pause_cpu();
+}
+
 Code Messages::wait(const std::shared_ptr<Message>& message, Call& call) {
   Message& m = *message;
+  look_briefly(m);
   auto ready = [&] {
     if (m.done.load(std::memory_order_acquire)) return true;
     advance();

@@ -43,6 +43,10 @@ struct Message {
   bool started = false;  // a send: has an entry; a receive: has found its message
   uint64_t index = 0;    // of the entry in its mailbox
   Envelope envelope{};   // of a receive: what the entry said when it was taken
+  // Of a receive that has found nothing: the flag that its sender changes next, and to what. Set by Messages::add and
+  // read by Messages::wait, in one thread.
+  const Flag* awaited = nullptr;
+  uint64_t awaited_value = 0;
   size_t moved = 0;
   Heap::Told told;                     // of a send that is read where it is
   std::byte* buffer = nullptr;         // staged sends
@@ -63,8 +67,10 @@ class Messages final : private Scratch::User {
   size_t pending() const { return pending_.load(std::memory_order_relaxed); }
   // Sends that are over for their callers and still wait for a free entry, to peers that may yet make one free.
   size_t backlog() const { return backlog_.load(std::memory_order_relaxed); }
-  // Whether a message with this tag, from anyone, is here and not taken.
+  // Whether a message with this tag, from anyone, is here and not for a receive that is pending.
   bool waits(int64_t tag);
+  // Gives up a receive that has found nothing yet.
+  void withdraw(Message& message);
   // Moves all pending messages on, for sure: what came in just before its sender left counts.
   void settle();
   // Whether the message still needs rank r, as far as has been looked.
@@ -83,6 +89,8 @@ class Messages final : private Scratch::User {
   bool let_go() override;
 
   void step();
+  void step_sends();
+  void look_briefly(const Message& m) const;
   static bool is_over(const Message& m);
   static void complete(Message& m);
   void count();
@@ -96,9 +104,10 @@ class Messages final : private Scratch::User {
   // send.cc
   void step_send(Message& m);
   bool post(Message& m);
-  bool fill_entry(Message& m, MailboxEntry& entry);
+  bool fill_entry(Message& m, MailboxEntry& entry, Failure& failure);
   bool may_be_read(const Message& m) const;
   void fill_buffer(Message& m);
+  void note_refusal(Message& m, const Reply& reply);
   void end_send(Message& m);
   void set_aside(Message& m);
 
@@ -117,6 +126,7 @@ class Messages final : private Scratch::User {
   bool withdrawn(const Message& m) const;
   Envelope envelope_of(int from, uint64_t i) const;
   bool is_posted(int from, uint64_t i) const;
+  bool is_asked_for(int from, int64_t tag) const;
 
   Group& g_;
   Waiter& waiter_;

@@ -14,6 +14,8 @@
 namespace unisono {
 namespace {
 
+constexpr size_t kMostUnexpected = size_t{1} << 39;  // bytes; what is read and how much, is checked when it is read
+
 std::string mismatch_words(const Message& m, size_t sent_bytes, DType sent_dtype) {
   return "expected " + std::to_string(m.bytes) + " bytes of " + dtype_name(m.dtype) + " from rank " +
          std::to_string(m.source) + ", which sent " + std::to_string(sent_bytes) + " bytes of " +
@@ -85,15 +87,36 @@ bool Messages::match(Message& m) {
   return false;
 }
 
+// Whether a receive that is there already gets the next message from this rank with this tag.
+bool Messages::is_asked_for(int from, int64_t tag) const {
+  return std::any_of(receives_.begin(), receives_.end(),
+                     [&](const auto& m) { return !m->started && m->tag == tag && (m->peer < 0 || m->peer == from); });
+}
+
 bool Messages::waits(int64_t tag) {
   std::lock_guard lock(mutex_);
   steps_++;
-  for (const auto& held : unexpected_)
-    if (held->tag == tag && held->done.load(std::memory_order_relaxed)) return true;
+  for (auto& held : unexpected_) {
+    if (!held->done.load(std::memory_order_relaxed)) step_receive(*held);
+    if (held->tag == tag && held->done.load(std::memory_order_relaxed) && !is_asked_for(held->source, tag)) return true;
+  }
   for (int from = 0; from < g_.size(); from++)
     for (uint64_t i = next_in_[static_cast<size_t>(from)], end = seen(from); i < end; i++)
-      if (!taken_[static_cast<size_t>(from)][i % depth_] && incoming(from, i).envelope.tag == tag) return true;
+      if (!taken_[static_cast<size_t>(from)][i % depth_] && incoming(from, i).envelope.tag == tag &&
+          !is_asked_for(from, tag))
+        return true;
+  for (int from = 0; from < g_.size(); from++) take_unexpected(from);  // it may wait behind them for room
   return false;
+}
+
+void Messages::withdraw(Message& m) {
+  std::lock_guard lock(mutex_);
+  const auto found = std::find_if(receives_.begin(), receives_.end(), [&](const auto& other) { return &m == &*other; });
+  if (found == receives_.end() || m.started) return;
+  fail(m.failure, Code::timeout, "was withdrawn", {});
+  complete(m);
+  receives_.erase(found);
+  count();
 }
 
 // True: one of them is for this receive, which is over, or must wait until that one has come in.
@@ -122,7 +145,7 @@ void Messages::take_unexpected(int from) {
   for (uint64_t i = first; i < first + depth_; i++)
     if (!is_posted(from, i)) return;  // there is still room for what is expected
   const Envelope envelope = envelope_of(from, first);
-  if (envelope.bytes > g_.peer(from).heap_capacity) return;  // impossible; the receive will time out
+  if (envelope.bytes > kMostUnexpected) return;  // impossible; the receive will time out
   auto held = std::make_shared<Message>();
   held->peer = from;
   held->tag = envelope.tag;

@@ -38,7 +38,10 @@ bool Messages::post(Message& m) {
     return false;
   }
   MailboxEntry& entry = g_.mine().mailbox(m.peer, i);
-  if (!fill_entry(m, entry)) {
+  if (Failure failure; !fill_entry(m, entry, failure)) {
+    // Its caller may have been told already that it is sent: then it is tried again until there is memory.
+    if (m.done.load(std::memory_order_relaxed)) return false;
+    m.failure = failure;
     complete(m);
     return false;
   }
@@ -53,7 +56,7 @@ bool Messages::post(Message& m) {
 }
 
 // False: no memory to stage it.
-bool Messages::fill_entry(Message& m, MailboxEntry& entry) {
+bool Messages::fill_entry(Message& m, MailboxEntry& entry, Failure& failure) {
   Envelope& envelope = entry.envelope;
   envelope.tag = m.tag;
   envelope.bytes = m.bytes;
@@ -71,7 +74,7 @@ bool Messages::fill_entry(Message& m, MailboxEntry& entry) {
   } else {
     envelope.carrier = Carrier::staged;
     m.told = {};
-    m.buffer = arena_.take(std::min(m.bytes, kSendBuffer), m.failure);
+    m.buffer = arena_.take(std::min(m.bytes, kSendBuffer), failure);
     if (!m.buffer) return false;
     envelope.place = g_.locate(m.buffer, std::min(m.bytes, kSendBuffer));
     // What is short is there with its envelope: the receiver need not look again.
@@ -84,7 +87,7 @@ bool Messages::fill_entry(Message& m, MailboxEntry& entry) {
 
 // Whether the receiver can and should read an ordinary tensor where it is.
 bool Messages::may_be_read(const Message& m) const {
-  if (m.bytes <= kEager || m.peer == g_.rank() || !current_tuning().reads_from(m.bytes)) return false;
+  if (m.bytes <= kEager || m.peer == g_.rank() || !current_tuning().reads(m.bytes)) return false;
   const std::pair<const void*, size_t> tensor{m.data, m.bytes};
   return g_.peer(m.peer).block.reads_all().load(std::memory_order_relaxed) == 1 && is_readable(&tensor, 1);
 }
@@ -94,18 +97,21 @@ void Messages::end_send(Message& m) {
   complete(m);
 }
 
+void Messages::note_refusal(Message& m, const Reply& reply) {
+  const auto wanted = static_cast<DType>(std::min<uint64_t>(reply.wanted_dtype, static_cast<uint64_t>(DType::count_)));
+  fail(m.failure, Code::mismatch,
+       "rank " + std::to_string(m.peer) + " expected " + std::to_string(reply.wanted_bytes) + " bytes of " +
+           dtype_name(wanted) + ", rank " + std::to_string(g_.rank()) + " sent " + std::to_string(m.bytes) +
+           " bytes of " + dtype_name(m.dtype),
+       {m.peer});
+}
+
 void Messages::step_send(Message& m) {
   if (!m.started && !post(m)) return;
   Reply& reply = reply_of(m.peer, m.index);
   const bool is_done = reply.done.load(std::memory_order_acquire) > m.index;
   if (is_done && reply.error) {
-    const auto wanted =
-        static_cast<DType>(std::min<uint64_t>(reply.wanted_dtype, static_cast<uint64_t>(DType::count_)));
-    fail(m.failure, Code::mismatch,
-         "rank " + std::to_string(m.peer) + " expected " + std::to_string(reply.wanted_bytes) + " bytes of " +
-             dtype_name(wanted) + ", rank " + std::to_string(g_.rank()) + " sent " + std::to_string(m.bytes) +
-             " bytes of " + dtype_name(m.dtype),
-         {m.peer});
+    if (!m.done.load(std::memory_order_relaxed)) note_refusal(m, reply);  // else its caller reads `failure` already
     if (m.buffer) arena_.give(m.buffer);
     return end_send(m);
   }

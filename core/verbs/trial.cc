@@ -23,11 +23,14 @@
 namespace unisono {
 namespace {
 
-constexpr size_t kLongest = 1 << 20;      // bytes of an exchange
-constexpr size_t kRingTrial = 256 << 10;  // bytes of one through rings of several lengths
-constexpr size_t kRingRoom = 4 << 20;     // as Scratch::kBytes
-constexpr size_t kSizes[] = {32 << 10, 64 << 10, 128 << 10, 256 << 10, kLongest};
-constexpr int kRounds = 6;                                                // the first warms up
+// Bytes of an exchange.
+constexpr size_t kLongest = 8 << 20;  // leaves most caches
+constexpr size_t kLong = 1 << 20;
+constexpr size_t kShorter[] = {256 << 10, 128 << 10, 64 << 10, 32 << 10};
+constexpr size_t kRingTrial = 256 << 10;                                  // of one through rings of several lengths
+constexpr size_t kRingRoom = 4 << 20;                                     // as Scratch::kBytes
+constexpr int kRounds = 8, kLongestRounds = 4;                            // the first warms up
+constexpr double kClearly = 0.95;                                         // of the ring's time: then reading wins
 constexpr int64_t kBudget = 80'000'000;                                   // ns: on a busy machine the rest is left out
 constexpr uint8_t kPieces[] = {16, 17, 18}, kRings[] = {19, 20, 21, 22};  // powers of two
 
@@ -75,19 +78,23 @@ class Exchange {
     return is_ready_;
   }
 
-  // The least time of a few rounds, in microseconds.
-  double measure(const Way& way) {
-    way_ = way;
-    int64_t least = INT64_MAX;
-    for (int round = 0; round < kRounds; round++) {
-      touch(0);
-      meet(0);
-      const int64_t began = now_ns();
-      if (!run(0)) is_refused_.store(true, std::memory_order_relaxed);
-      meet(0);
-      if (round) least = std::min(least, now_ns() - began);
-    }
-    return static_cast<double>(least) / 1e3;
+  // Of each way the least time of a few rounds, in microseconds. They take turns. Nothing if there was no time.
+  std::vector<double> measure(const std::vector<Way>& ways, int rounds) {
+    std::vector<double> least(ways.size());
+    for (int round = 0; round < rounds; round++)
+      for (size_t i = 0; i < ways.size(); i++) {
+        if (now_ns() > until_) return {};
+        way_ = ways[i];
+        meet(0);  // the other side knows the way now
+        touch(0);
+        meet(0);
+        const int64_t began = now_ns();
+        if (!run(0)) is_refused_.store(true, std::memory_order_relaxed);
+        meet(0);
+        const double us = static_cast<double>(now_ns() - began) / 1e3;
+        if (round == 1 || (round > 1 && us < least[i])) least[i] = us;
+      }
+    return least;
   }
   bool is_refused() const { return is_refused_.load(std::memory_order_relaxed); }  // the kernel reads for nobody
 
@@ -102,9 +109,10 @@ class Exchange {
 
   void serve() {
     for (;;) {
-      touch(1);
       meet(1);
       if (is_over_.load(std::memory_order_relaxed)) return;  // ordered by the flags of `meet`, as is `way_`
+      touch(1);
+      meet(1);
       if (!run(1)) is_refused_.store(true, std::memory_order_relaxed);
       meet(1);
     }
@@ -141,6 +149,7 @@ class Exchange {
         std::clamp<size_t>(std::bit_ceil(way_.bytes / 4 + 1), 32 << 10, size_t{1} << way_.tuning.piece);
     const size_t ring = size_t{1} << way_.tuning.ring, pieces = (way_.bytes + piece - 1) / piece;
     const uint64_t before = mine.filled.load(std::memory_order_relaxed);
+    const auto copy_out = way_.bytes < kLongest ? copy_bytes : copy_stream;
     const size_t first = mine.turn / piece * piece;  // the same on both sides
     for (size_t p = 0; p <= pieces; p++) {
       if (p < pieces) {
@@ -151,7 +160,7 @@ class Exchange {
       if (p == 0) continue;
       const size_t at = (p - 1) * piece, n = std::min(piece, way_.bytes - at);
       await(other.filled, before + p);
-      copy_bytes(mine.out.get() + at, other.ring.get() + (first + at) % ring, n);
+      copy_out(mine.out.get() + at, other.ring.get() + (first + at) % ring, n);
     }
     mine.turn = (first + pieces * piece) % ring;
     return true;
@@ -199,12 +208,57 @@ class Exchange {
   }
 
   Side sides_[2];
+  const int64_t until_ = now_ns() + kBudget;
   Way way_{};  // written by side 0 before it meets the other, read behind that
   bool is_ready_ = false;
   // Said by either side, read by side 0 at the end; relaxed, since `meet` orders them.
   std::atomic<bool> is_over_{false}, is_refused_{false};
   std::thread partner_;
 };
+
+Tuning best_ring(Exchange& exchange, std::vector<Trial::Time>& times) {
+  std::vector<Way> ways;
+  for (uint8_t ring : kRings)
+    for (uint8_t piece : kPieces)
+      if (ring >= piece + 2) {
+        Tuning tuning = kDefaultTuning;
+        tuning.piece = piece, tuning.ring = ring;
+        ways.push_back({true, false, kRingTrial, tuning});
+      }
+  const std::vector<double> us = exchange.measure(ways, kRounds);
+  if (us.empty()) return {};
+  for (size_t i = 0; i < ways.size(); i++)
+    times.push_back({"all_reduce, ring of " + std::to_string((1 << ways[i].tuning.ring) >> 10) + " KiB, pieces of " +
+                         std::to_string((1 << ways[i].tuning.piece) >> 10) + " KiB",
+                     kRingTrial, us[i]});
+  return ways[static_cast<size_t>(std::min_element(us.begin(), us.end()) - us.begin())].tuning;
+}
+
+// The sizes around a long exchange at which reading is clearly faster than the ring; never if it is not at that one.
+Tuning::Span best_span(Exchange& exchange, Trial& trial, bool reduces) {
+  auto wins = [&](size_t size) {
+    if (!trial.is_complete || exchange.is_refused()) return false;
+    const Tuning& ring = trial.tuning;
+    const auto us = exchange.measure({{reduces, false, size, ring}, {reduces, true, size, ring}},
+                                     size == kLongest ? kLongestRounds : kRounds);
+    if (us.empty()) return trial.is_complete = false;
+    const std::string verb = reduces ? "all_reduce" : "exchange";
+    trial.times.push_back({verb + " by ring", size, us[0]});
+    trial.times.push_back({verb + " by single copy", size, us[1]});
+    return us[1] < kClearly * us[0] && !exchange.is_refused();
+  };
+  // A reduction reads one rank's share at a time.
+  auto log = [&](size_t size) { return static_cast<uint8_t>(std::bit_width(reduces ? size / 2 : size) - 1); };
+  Tuning::Span span = {Tuning::kNever, Tuning::kNever};
+  if (!wins(kLong)) return span;
+  span.from = log(kLong);
+  for (size_t size : kShorter) {
+    if (!wins(size)) break;
+    span.from = log(size);
+  }
+  if (!wins(kLongest)) span.below = static_cast<uint8_t>(log(kLongest) - 1);  // somewhere between the two
+  return exchange.is_refused() ? Tuning::Span{Tuning::kNever, Tuning::kNever} : span;
+}
 
 bool has_two_processors() {
   cpu_set_t set;
@@ -215,38 +269,15 @@ bool has_two_processors() {
 
 Trial measure_tuning() {
   Trial trial;
-  const int64_t until = now_ns() + kBudget;
   auto exchange = has_two_processors() ? std::make_unique<Exchange>() : nullptr;
   if (!exchange || !exchange->start()) return trial;
 
   // The ring first: it is what reading is compared with.
-  Tuning best = kDefaultTuning;
-  auto is_time = [&] { return trial.is_complete = now_ns() < until; };
-  double least = 0;
-  for (uint8_t ring : kRings)
-    for (uint8_t piece : kPieces) {
-      if (ring < piece + 2 || !is_time()) continue;
-      const Tuning tuning{Tuning::kNever, Tuning::kNever, piece, ring};
-      const double us = exchange->measure({true, false, kRingTrial, tuning});
-      trial.times.push_back({"all_reduce, ring of " + std::to_string((1 << ring) >> 10) + " KiB, pieces of " +
-                                 std::to_string((1 << piece) >> 10) + " KiB",
-                             kRingTrial, us});
-      if (least == 0 || us < least) least = us, best = tuning;
-    }
-  // From the smallest size on above which reading is never slower.
-  for (const bool reduces : {false, true})
-    for (auto size = std::rbegin(kSizes); size != std::rend(kSizes) && is_time(); ++size) {
-      const double staged = exchange->measure({reduces, false, *size, best});
-      const double single = exchange->measure({reduces, true, *size, best});
-      const std::string verb = reduces ? "all_reduce" : "exchange";
-      trial.times.push_back({verb + " by ring", *size, staged});
-      trial.times.push_back({verb + " by single copy", *size, single});
-      if (single > staged || exchange->is_refused()) break;
-      // A reduction reads one rank's share at a time.
-      const size_t at_a_time = reduces ? *size / 2 : *size;
-      (reduces ? best.reduce_from : best.single_from) = static_cast<uint8_t>(std::bit_width(at_a_time) - 1);
-    }
-  trial.tuning = best;
+  trial.tuning = best_ring(*exchange, trial.times);
+  trial.is_complete = trial.tuning.is_known();
+  if (!trial.is_complete) return trial;
+  const Tuning::Span copies = best_span(*exchange, trial, false), reductions = best_span(*exchange, trial, true);
+  trial.tuning.copies = copies, trial.tuning.reductions = reductions;
   return trial;
 }
 

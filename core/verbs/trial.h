@@ -2,7 +2,8 @@
 //
 // Two threads of this process stand for two ranks that exchange so many bytes, in both ways a call can take: through
 // rings, with pieces of several lengths, and by reading each other's memory where it is. Reading is the kernel's work
-// and costs the same within a process as between two. The least of a few rounds counts. It takes well below 100 ms.
+// and costs the same within a process as between two. Ways that are compared take turns, since a machine may change its
+// speed meanwhile, and the least of a few rounds counts. It takes less than 100 ms.
 #pragma once
 
 #include <string>

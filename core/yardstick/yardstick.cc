@@ -90,13 +90,13 @@ struct Shape {
 
 Shape shape_of(Verb verb, size_t bytes, const std::vector<double>& splits, size_t ranks) {
   Shape shape{bytes / kElement * kElement, {0}, {}, {}};
-  const double elements = static_cast<double>(shape.whole / kElement);
+  const size_t elements = shape.whole / kElement;
   double total = 0, so_far = 0;
   for (double weight : splits) total += weight;
   for (size_t r = 0; r < ranks; ++r) {
     so_far += splits.empty() ? 1.0 : splits[r];
     const double share = so_far / (splits.empty() ? static_cast<double>(ranks) : total);
-    shape.bounds.push_back(static_cast<size_t>(std::llround(elements * share)) * kElement);
+    shape.bounds.push_back(static_cast<size_t>(std::llround(static_cast<double>(elements) * share)) * kElement);
   }
   for (size_t r = 0; r < ranks; ++r) {
     const size_t chunk = shape.chunk(r), whole = shape.whole;

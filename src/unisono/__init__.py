@@ -35,7 +35,7 @@ _core.setup(
 )
 if settings.single_copy >= 0:
     _start = max(settings.single_copy, 4 << 10) if settings.single_copy else 0
-    _core.choose_tuning(_start, _start, 256 << 10, 4 << 20)
+    _core.choose_tuning((_start, 0), (_start, 0), 256 << 10, 4 << 20)
 if settings.isa and not _core.set_isa(settings.isa):
     raise ValueError(f"UNISONO_ISA={settings.isa}: this CPU does not have it; leave it empty for the best there is")
 
@@ -102,6 +102,7 @@ __all__ = [
     "comm_func",
     "empty",
     "empty_like",
+    "fsdp",
     "full",
     "grouped_matmul_all_reduce",
     "grouped_matmul_reduce_scatter",
@@ -131,8 +132,8 @@ if settings.serve_gloo and _torch.distributed.is_gloo_available():
 
 
 def __getattr__(name: str) -> object:
-    if name == "testing":  # imported when it is first used: programs that run no ranks of their own do not need it
-        return _import_module("unisono.testing")
+    if name in ("fsdp", "testing"):  # imported at first use: FSDP takes long, and few programs start ranks themselves
+        return _import_module(f"unisono.{name}")
     raise AttributeError(f"module 'unisono' has no attribute {name!r}")
 
 

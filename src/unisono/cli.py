@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommand named first in `argv` (the command line unless given) and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="unisono",
-        description="Collectives between the processes of one host through shared memory.",
+        description="Collective communication for PyTorch on CPUs. New here? `unisono doctor`, then `unisono demo`.",
         epilog="Each subcommand has its own --help.",
     )
     parser.add_argument("--version", action="version", version=f"unisono {version('unisono')}")

@@ -140,7 +140,7 @@ def time_calls(group: Group, call: Callable[[], object], seconds: float) -> list
 
 
 def paint(text: str, code: str) -> str:
-    return f"\033[{code}m{text}\033[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
+    return f"\033[{code}m{text}\033[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
 
 
 def draw_rows(title: str, rows: Rows, owners: Sequence[int], note: str) -> list[str]:
@@ -221,6 +221,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"measuring, about {len(SIZES) * 4 * options.seconds + 2:.0f} s …", end="\r", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="unisono-demo-") as folder:
         by_rank = run_ranks(2, time_both, os.path.join(folder, "gloo"), options.seconds, env=env, timeout_s=300.0)
+    if sys.stderr.isatty():
+        print("\033[2K", end="", file=sys.stderr, flush=True)
     print("\nTimes on the same float32 tensors, split 1:3, medians. For gloo, the fastest ways found:")
     print("a broadcast per rank, all at once; an uneven all-to-all followed by a sum.")
     print(draw_times(by_rank))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from .trace.records import Record, live_records
+from .trace.records import Record, live_records, printable, process_state
 from .trace.report import words_of_call
 
 _LAST_OPERATIONS = 64
@@ -82,7 +82,7 @@ def _rank(record: Record, group: dict[str, Any], before: Totals, passed_s: float
     return {
         "rank": group["rank"],
         "pid": record["pid"],
-        "state": _process_state(record["pid"]),
+        "state": process_state(record["pid"]),
         "calls": calls,
         "bytes": moved,
         "calls_per_s": (calls - then[0]) / passed_s if then else 0.0,
@@ -111,17 +111,6 @@ def _totals(records: list[Record]) -> Totals:
     }
 
 
-def _process_state(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            letter = file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "gone"
-    return {"R": "running", "S": "sleeping", "T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(
-        letter, letter
-    )
-
-
 def lines_of(groups: list[dict[str, Any]]) -> list[str]:
     """The same as text."""
     if not groups:
@@ -137,7 +126,7 @@ def lines_of(groups: list[dict[str, Any]]) -> list[str]:
         seen = {rank["rank"] for rank in view["ranks"]}
         if missing := [r for r in range(view["size"]) if r not in seen]:
             lines.append(f"  rank {', '.join(map(str, missing))}: not seen (gone, left, or another user's)")
-    return lines
+    return [printable(line) for line in lines]  # names are others' words, and root sees everybody's
 
 
 def _doing(rank: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import unisono
 from unisono.testing import run_ranks
@@ -42,6 +43,12 @@ CASES = [
         ValueError,
         "pass split_item=0 for a list of results, 2 for one",
     ),
+    (lambda x, w, g: unisono.grouped_matmul_all_reduce(x, [w, w], g), ValueError, "pass group_list, the rows"),
+    (
+        lambda x, w, g: unisono.grouped_matmul_all_reduce([x, x], [w, w], g, group_list=[1, 2]),
+        ValueError,
+        "pass no group_list and split_item=0 or 2",
+    ),
     (lambda x, w, g: unisono.matmul_all_reduce(x, w, [w]), TypeError, "a list is meant for another argument"),
 ]
 
@@ -65,6 +72,20 @@ SCRIPT = """
     except ValueError as error:
         print("refused", "it was destroyed" in str(error))
 """
+
+
+def after_destroy(group, store_path):
+    store = dist.FileStore(store_path, group.size)
+    dist.init_process_group("gloo", store=store, rank=group.rank, world_size=group.size)
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match="it was destroyed"):
+        unisono.comm_func.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("under_torchrun", [True, False])
+def test_no_default_group_after_one_of_a_store(under_torchrun, tmp_path):
+    started = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    run_ranks(1, after_destroy, str(tmp_path / "store"), env=started if under_torchrun else None, timeout_s=110)
 
 
 @pytest.mark.parametrize("torchrun", [True, False])

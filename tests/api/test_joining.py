@@ -147,3 +147,52 @@ def _halves(group, path):
 
 def test_two_groups_of_one_name(tmp_path):
     assert run_ranks(4, _halves, str(tmp_path / "store")) == [2.0, 4.0, 2.0, 4.0]
+
+
+# --- CPUs that differ -----------------------------------------------------------------------------------------
+
+
+def _results(group):
+    """What calls give whose kernels differ between instruction sets: the bits."""
+    dice = torch.Generator().manual_seed(group.rank)
+    x = torch.randn(70_001, generator=dice) * 10.0 ** (group.rank % 3)
+    results = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for shared in (False, True):
+            t = unisono.to_shared_(x.to(dtype)) if shared else x.to(dtype)
+            group.all_reduce(t)
+            results.append(t)
+        part = torch.empty(3333, dtype=dtype)
+        group.reduce_scatter(part, x[: 3333 * group.size].to(dtype), op="avg")
+        results.append(part)
+    gathered = torch.empty(7 * group.size)
+    group.all_gather(gathered, x[:7].contiguous())
+    results.append(gathered)
+    whole = x[: 64 * 96].view(64, 96).round()  # a product is in the usual order here, so of numbers that add up exactly
+    results.append(unisono.matmul_all_reduce(whole, torch.ones(96, 32), group=group))
+    return [t.contiguous().view(torch.uint8).numpy().tobytes() for t in results]
+
+
+def _cpus_differ(group, path, weak):
+    best = unisono._core.isa()
+    expected = _results(group)
+    group.barrier()
+    if group.rank == weak:
+        assert unisono._core.set_isa("scalar")
+    with unisono.Group.from_store(FileStore(path, group.size), group.rank, group.size, timeout_s=LONG_S) as mixed:
+        common = unisono._core.isa()
+        results = _results(mixed)
+        again = _results(group)  # of ranks that all have the better kernels, or had
+    return best, common, results == expected, again == expected, expected
+
+
+@pytest.mark.skipif(unisono._core.isa() in ("scalar", "neon"), reason="this CPU has one instruction set")
+@pytest.mark.parametrize("weak", [0, 2])
+def test_instruction_sets_differ(weak, tmp_path):
+    """One rank has plain kernels only: all use those, with the same bits."""
+    said = run_ranks(3, _cpus_differ, str(tmp_path / "store"), weak)
+    for best, common, same, again, _ in said:
+        assert best != "scalar" and common == "scalar", said
+        assert same and again
+    for i in (0, 1, 3, 4, 6, 7, 9, 10):  # what is equal on all ranks
+        assert len({one[4][i] for one in said}) == 1, i

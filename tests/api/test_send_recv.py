@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+import unisono
 from tests.calls import LIMIT_S, Call, Placed, sampled, threshold_counts, unwritten
 from tests.reference import MOVABLE, difference, dtype_of, make_input
 from unisono.testing import run_ranks
@@ -247,6 +248,40 @@ def _send_many_and_leave(group, count, messages):
 @pytest.mark.parametrize("count", [1, 1000])
 def test_short_sends_arrive_though_the_sender_leaves(count):
     assert run_ranks(2, _send_many_and_leave, count, 100)[1] == [float(k) for k in range(100)]
+
+
+def _send_beside_a_full_heap(group):
+    """Messages that were over for their sender before they had an entry, when there is no memory to stage them."""
+    if group.rank == 0:
+        held = []
+        for bytes in (1 << 20, 1 << 12):  # all of the heap
+            with pytest.raises(MemoryError):
+                while True:
+                    held.append(unisono.empty(bytes, dtype=torch.uint8))
+        for _ in range(16):  # all entries
+            group.send(torch.zeros(1), 1)
+        for k in range(4):
+            group.send(torch.full((15_000,), float(k)), 1)
+        group.barrier()
+        time.sleep(0.3)
+        held.clear()
+        group.barrier()
+        return []
+    group.barrier()  # until then it takes nothing
+    for _ in range(16):
+        group.recv(torch.zeros(1), 0)
+    got = []
+    for _ in range(4):
+        x = torch.zeros(15_000)
+        group.recv(x, 0, timeout_s=20)
+        got.append(x[-1].item())
+    group.barrier()
+    return got
+
+
+def test_no_message_is_lost_beside_a_full_heap():
+    got = run_ranks(2, _send_beside_a_full_heap, env={"UNISONO_HEAP_MAX": "32M"})
+    assert got[1] == [0.0, 1.0, 2.0, 3.0]
 
 
 def _send_many_then_rest(group, count, messages, use_async, path):

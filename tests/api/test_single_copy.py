@@ -14,8 +14,9 @@ from unisono import _core
 from unisono.testing import run_ranks
 
 KIB = 1 << 10
-NEVER = (0, 0, 256 * KIB, 4096 * KIB)
-ALWAYS = (8 * KIB, 8 * KIB, 64 * KIB, 512 * KIB)
+NEVER = ((0, 0), (0, 0), 256 * KIB, 4096 * KIB)
+ALWAYS = ((8 * KIB, 0), (8 * KIB, 0), 64 * KIB, 512 * KIB)
+BETWEEN = ((8 * KIB, 64 * KIB), (8 * KIB, 128 * KIB), 64 * KIB, 512 * KIB)
 COUNTS = (3_001, 40_003, 300_007)  # float32: a slot, a ring's slot, pieces
 
 
@@ -24,7 +25,7 @@ def _choose(group, tunings):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("tunings", [[NEVER], [ALWAYS], [ALWAYS, NEVER], [NEVER, ALWAYS]])
+@pytest.mark.parametrize("tunings", [[NEVER], [ALWAYS], [ALWAYS, NEVER], [NEVER, ALWAYS], [BETWEEN]])
 def test_every_verb(pool, size, tunings):
     kinds = [("oo",) * size, ("oh",) * size, ("oo", "hh", "ho")[:size], ("ho",) * size]
     calls = []
@@ -57,6 +58,17 @@ def _count(group, tuning):
 def test_which_way_was_taken(pool, size):
     assert all(pool.run(_count, ALWAYS)), "the kernel reads here"
     assert not any(pool.run(_count, NEVER))
+    assert not any(pool.run(_count, BETWEEN)), "a rank's share is longer than that"
+
+
+@pytest.mark.parametrize(
+    "copies, piece, ring",
+    [((32, 0), 64 * KIB, 512 * KIB), ((64 * KIB, 32 * KIB), 64 * KIB, 512 * KIB),
+     ((0, 0), 8192 * KIB, 512 * KIB), ((0, 0), 64 * KIB, 8192 * KIB), ((0, 0), 256 * KIB, 512 * KIB)],
+)  # fmt: skip
+def test_a_tuning_that_cannot_be(copies, piece, ring):
+    with pytest.raises(ValueError, match="no such tuning"):
+        _core.choose_tuning(copies, (0, 0), piece, ring)
 
 
 def _messages(group, tuning):
@@ -136,7 +148,7 @@ def test_measured_once_and_kept(tmp_path):
         pytest.skip("one processor, or a machine too busy to measure")
     assert first[0] is False and second[0] is True and first[2:] == second[2:]
     with open(first[3], "w") as file:
-        file.write("unisono tuning 1\nanother machine\n4294967295\n")
+        file.write("unisono tuning 2\nanother machine\n4294967295\n")
     assert json.loads(run(tmp_path))[0] is False, "a file of another machine, or a broken one, is measured again"
     blocked = tmp_path / "file"
     blocked.write_text("")

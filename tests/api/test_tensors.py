@@ -343,3 +343,21 @@ def test_a_cgroup_limit_is_an_exception_not_a_kill():
         assert "MiB, then: 1048576 bytes were asked for" in done.stdout and "large refused; 1 alive" in done.stdout
     finally:
         folder.rmdir()
+
+
+def _other_numbers(group):
+    """Every rank writes where its own numbers say, so all must have the same."""
+    for counts, tail, dtype in (([1, 2], 3, None), ([2, 1], 4, None), ([2, 1], 3, torch.float64)):
+        if group.rank == 0:
+            counts, tail, dtype = [2, 1], 3, None
+        with pytest.raises(unisono.MismatchError, match="SharedGather"):
+            unisono.SharedGather(group, counts, tail, dtype=dtype)
+    shared = unisono.SharedGather(group, [2, 1], 3)
+    shared.input.fill_(group.rank)
+    assert shared.gather()[:, 0].tolist() == [0, 0, 1]
+    shared.close()
+
+
+@pytest.mark.parametrize("size", [2])
+def test_a_shared_gather_of_other_numbers(pool, size):
+    pool.run(_other_numbers)

@@ -54,6 +54,13 @@ def test_ranks_of_torchrun(tmp_path):
         }
 
 
+def test_started_without_ranks(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    done = start("unisono.ascend", SCRIPTS / "uneven.py", tmp_path, folder=tmp_path)
+    assert done.returncode != 0
+    assert f"start the ranks by `torchrun --nproc-per-node=2 -m unisono.ascend {SCRIPTS / 'uneven.py'}`" in done.stderr
+
+
 def test_ranks_of_its_own(tmp_path):
     done = start("unisono.ascend", SCRIPTS / "grouped.py", free_port(), tmp_path, folder=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from unisono.bench.apart.cases import OPS
 from unisono.bench.plan import op_names
 from unisono.bench.table import Progress
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 QUICK = ["-b", "8", "-e", "8K", "-f", "1024", "--rounds", "8"]
 
 
@@ -137,6 +139,15 @@ def test_a_hopelessly_slow_peer_is_left_out(fake_peer):
     assert text.count("mpich lacking: left out: too slow in 2 rows of all_reduce before") == 1
 
 
+def test_the_table_of_the_readme():
+    code, text = bench("readme", "--rounds", "8")
+    assert code == 0
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + 7 and all(line.count("|") == 6 for line in table)
+    assert table[0] in (ROOT / "README.md").read_text()
+    assert re.fullmatch(r"\| all_gather 1:3, 256 KiB( \| [\d.]+ [µm]s){3} \| .* × \|", table[5])
+
+
 def test_small_calls(tmp_path, capsys):
     code, text = bench("small", "--rounds", "8", "-J", str(tmp_path / "out.json"))
     assert code == 0 and parse(text) == [] and "bench small --rounds 8" in text
@@ -182,6 +193,7 @@ def test_what_skew_costs():
     assert [row["who"] for row in parse(text)] == ["heap", "ordinary", "even", "even"] * 4
 
 
+@pytest.mark.slow
 def test_two_builds_by_turns(capsys):
     args = [
         "barrier",

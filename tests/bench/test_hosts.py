@@ -8,6 +8,7 @@ import pytest
 from tests.bench.test_command import bench
 from unisono.bench import scale
 from unisono.bench.apart.cases import Case
+from unisono.bench.command import make_parser
 from unisono.bench.host_bytes import must_leave
 from unisono.bench.hosts import Layout, parse_hosts, parse_rate
 from unisono.testing.hosts import why_not
@@ -132,3 +133,32 @@ def test_the_command(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "1024" in text
     assert "checked on" in text
+
+
+def test_one_command_measures_and_fits(monkeypatch, tmp_path, capsys):
+    """It runs the bench with arguments that the bench takes, and fits to what it wrote; here the bench is invented."""
+    models = {scale.OURS: scale.Model(1.5e-3, 8e-5, 0.93, 1.2e-9)}
+    ran = []
+
+    def invented_bench(command, **options):
+        args = make_parser().parse_args(command[3:])
+        ran.append(args)
+        hosts, size = len(args.hosts), sum(args.hosts)
+        host_of = [r // args.hosts[0] for r in range(size)]
+        place = {"ranks": args.hosts, "interleaved": False, "rate": args.rate, "host_of": host_of}
+        rows = []
+        for op in args.ops:
+            for n in (8 << 10, args.most):
+                setting = scale.Setting(op, n, hosts, args.hosts[0], args.rate, shared_cpus=True)
+                us = 1e6 * models[scale.OURS].time(setting.ours(), args.rate)
+                row = {"op": op, "size_bytes": n, "counts": [n // 4 // size] * size, "hosts": place}
+                rows.append({**row, "results": {"ordinary": {"min_us": us}}})
+        args.json.write_text(json.dumps({"machine": {"cpus": 2}, "rows": rows}))
+
+    monkeypatch.setattr(scale.subprocess, "run", invented_bench)
+    assert scale.main(["--measure", str(tmp_path / "new")]) == 0
+    assert len(ran) == len(scale.PLACES) * 4
+    said = capsys.readouterr().out
+    assert "fitted to" in said and "checked on rows it was not fitted to" in said and "call 15" in said, said
+    assert scale.main(["--measure", str(tmp_path / "new")]) == 0
+    assert len(ran) == len(scale.PLACES) * 4, "what is there was measured again"

@@ -54,6 +54,14 @@ def wait_until(condition, limit_s=10.0):
         time.sleep(0.02)
 
 
+@pytest.mark.parametrize("op", ["ddp_step", "matmul_all_reduce"])
+def test_what_only_torch_has_is_lacking_and_ends_nobody(team_of, op):
+    team = team_of("good")
+    with pytest.raises(Lacking, match=f"it has no {op}"):
+        team.prepare(Case(op, 10, (5, 5)))
+    assert team.prepare(CASE) == (0, 1e-6)
+
+
 def test_turns(team_of):
     team = team_of("good")
     assert team.library == "Fake MPI 1.2.3"

@@ -19,6 +19,9 @@ class Case:
         #: The name to give to the library: "unisono", or "gloo" where unisono is chosen by the environment.
         self.name = backend if by_name else "gloo"
         self.milliseconds: float | None = None
+        #: What three and more ranks may differ by: gloo adds in another order then, and AdamW divides by gradients that
+        #: are almost nothing.
+        self.rounding = 1e-4
 
     def begin(self) -> None:
         """Makes the default group unless it is there, for libraries that take one."""

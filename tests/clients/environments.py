@@ -39,6 +39,7 @@ def install(name: str | None, requirements: Sequence[str], options: Sequence[str
     """Installs what a program needs, once; raises :class:`NotInstalled` with the reason."""
     if name is None or not requirements:
         return
+    FOLDER.mkdir(parents=True, exist_ok=True)
     constraints = FOLDER / "constraints.txt"
     constraints.write_text(f"torch=={_torch_version()}\n")
     done = FOLDER / name / "installed.txt"

@@ -36,7 +36,8 @@ def main(program: str, backend: str, folder: str) -> int:
     for title, function in module.CASES.items():
         case = Case(backend, getattr(module, "BY_NAME", True))
         try:
-            found[title] = {"values": function(case), "milliseconds": case.milliseconds}
+            values = function(case)
+            found[title] = {"values": values, "milliseconds": case.milliseconds, "rounding": case.rounding}
         except Exception:
             traceback.print_exc()
             found[title] = {"error": traceback.format_exc().strip().splitlines()[-1]}

@@ -30,7 +30,6 @@ CONSTANTS = {"REQUIREMENTS", "BESIDE", "PIP_OPTIONS", "SHOWN", "ENVIRONMENT", "R
 CONSTANTS |= {"VARIABLES", "TORCHRUN", "PROBE"}
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT_S = 180.0
-ROUNDING = 1e-5  # three and more ranks: gloo adds in another order
 
 
 @dataclass
@@ -49,18 +48,18 @@ class Row:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("programs", nargs="*", help="all of tests/clients/programs unless named")
-    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks, instead of each program's own")
+    parser.add_argument("--ranks", type=int, action="append", help="a number of ranks, instead of each program's own")
     parser.add_argument("--dry", action="store_true", help="do not write the table")
     args = parser.parse_args()
     names = args.programs or sorted(path.stem for path in PROGRAMS.glob("[a-z]*.py"))
-    rows: list[Row] = []
+    fine = True
     for name in names:
-        for row in rows_of(name, args.ranks):
-            print(page.line(row), flush=True)
-            rows.append(row)
-    if not args.dry:
-        page.write(rows, names)
-    return 0 if all(row.fine for row in rows) else 1
+        rows = rows_of(name, args.ranks)
+        print(*map(page.line, rows), sep="\n", flush=True)
+        if not args.dry:
+            page.write(rows, [name])
+        fine = fine and all(row.fine for row in rows)
+    return 0 if fine else 1
 
 
 def rows_of(name: str, ranks: list[int] | None = None) -> list[Row]:
@@ -135,15 +134,15 @@ def compared(name: str, versions: str, size: int, found: dict[str, Any], setting
         if isinstance(results, str):
             return [Row(name, versions, "", str(size), f"fails on {backend}: {results}")]
     ours, theirs = found["unisono"], found["gloo"]
-    limit = settings.get("TOLERANCE", 0.0 if size == 2 else ROUNDING)
     rows = []
     for title in ours[0]:
         row = Row(name, versions, title, str(size))
         row.milliseconds = {backend: found[backend][0][title]["milliseconds"] for backend in BACKENDS}
+        limit = max(settings.get("TOLERANCE", 0.0), 0.0 if size == 2 else ours[0][title]["rounding"])
         try:
             worst = difference([one[title]["values"] for one in ours], [one[title]["values"] for one in theirs])
-            row.outcome = "same bits" if worst == 0.0 else f"differ by {worst:.0e}"
             row.fine = worst <= limit
+            row.outcome = "same bits" if worst == 0.0 else f"{'within' if row.fine else 'differ by'} {worst:.0e}"
         except ValueError as error:
             row.outcome = f"differ {error}"
         if not row.fine:

@@ -14,7 +14,9 @@ from unisono.testing import run_ranks
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("program", ["fsdp1", "pipeline", "checkpoint"])
+@pytest.mark.parametrize(
+    "program", ["fsdp1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pipeline", "checkpoint"))]
+)
 def test_same_as_gloo(program: str) -> None:
     found = rows_of(program, [2])
     assert found and all(row.fine for row in found), [row.outcome for row in found]

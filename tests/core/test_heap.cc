@@ -1,8 +1,18 @@
-// What a heap gives back: pages to the system, loans to the next user.
+// What a heap gives back: pages to the system, loans to the next user. And files about its recorder.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <set>
+#include <sstream>
+#include <thread>
 
+#include "base/fd.h"
+#include "memory/dump.h"
 #include "memory/scratch.h"
 
 using namespace unisono;
@@ -90,12 +100,64 @@ void test_scratch() {
   expect(scratch.is_lent() && scratch.end(users[0]) && !scratch.is_lent(), "only what was used is left");
 }
 
+std::string content_of(const std::filesystem::path& path) {
+  std::stringstream text;
+  text << std::ifstream(path).rdbuf();
+  return text.str();
+}
+
+// Threads of one process write its record at the same time: no complaint, nothing left, and whoever reads meanwhile
+// finds a whole file.
+void test_dumps_at_the_same_time() {
+  Failure failure;
+  auto heap = Heap::create(failure);
+  const Operated some{Verb::all_reduce, DType::f32, RedOp::sum, false, -1, 1, 2, 0, 0, nullptr};
+  for (size_t i = 0; i < kOperations; i++) heap->recorder().begin(some);  // so that a file takes a while to write
+  char name[] = "/tmp/unisono-dumps-XXXXXX";
+  const std::filesystem::path folder = mkdtemp(name);
+  const std::filesystem::path said = folder / "said";
+  std::fflush(stderr);
+  const Fd usual(dup(STDERR_FILENO)), file(open(said.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0600));
+  dup2(file.get(), STDERR_FILENO);
+  set_trace_folder(folder);
+  dump_record(heap->base(), "first");
+  std::atomic<bool> over{false};
+  size_t read = 0, whole = 0;
+  std::thread reader([&] {
+    while (!over)
+      for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+        if (entry.path().extension() != ".json") continue;
+        const std::string text = content_of(entry.path());
+        read++;
+        whole += text.size() > 2 && text.front() == '{' && text.ends_with("]}");
+      }
+  });
+  std::vector<std::thread> writers;
+  for (int i = 0; i < 4; i++)
+    writers.emplace_back([&] {
+      for (int k = 0; k < 25; k++) dump_record(heap->base(), "again");
+    });
+  for (auto& writer : writers) writer.join();
+  over = true;
+  reader.join();
+  set_trace_folder("");
+  std::fflush(stderr);
+  dup2(usual.get(), STDERR_FILENO);
+  expect(content_of(said).empty(), content_of(said).c_str());
+  expect(read > 0 && whole == read, "a file that is not whole was seen");
+  size_t files = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) files++;
+  expect(files == 2, "one record, and what was said");
+  std::filesystem::remove_all(folder);
+}
+
 }  // namespace
 
 int main() {
   set_heap_capacity(size_t{64} << 20);
   test_trimmed_memory();
   test_scratch();
+  test_dumps_at_the_same_time();
   std::printf("%d passed, %d failed\n", passed, failed);
   return failed != 0;
 }

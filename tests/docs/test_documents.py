@@ -101,11 +101,34 @@ def test_every_public_name_is_in_the_reference():
     assert set(unisono.__all__) <= named
 
 
+def test_every_function_that_documents_call_is_there():
+    """As a user has it after ``import unisono``, in a process that has imported nothing else of it."""
+    said = {name for page in DOCUMENTS for name in re.findall(r"\bunisono((?:\.\w+)+)\(", page.read_text())}
+    named = sorted(name[1:] for name in said if not name.startswith(".ascend"))  # which is imported by name
+    assert "fsdp.use_shared_memory" in named
+    program = "import operator, sys, unisono\nfor name in sys.argv[1:]: operator.attrgetter(name)(unisono)"
+    done = subprocess.run([sys.executable, "-c", program, *named], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_async_op_says_when_results_may_be_read():
     for owner in (unisono.Group, unisono, unisono.comm_func):
         for name, function in inspect.getmembers(owner, callable):
             if not name.startswith("_") and "async_op" in _parameters(function):
                 assert "wait()" in inspect.getdoc(function), f"{owner.__name__}.{name}"
+
+
+def test_every_public_function_says_its_arguments_and_what_it_returns():
+    for owner in (unisono.Group, unisono, unisono.comm_func):
+        for name, function in inspect.getmembers(owner, inspect.isroutine):
+            if name.startswith("_"):
+                continue
+            text, where = inspect.getdoc(function), f"{owner.__name__}.{name}"
+            _, _, said = text.partition("Args:")
+            for parameter in set(_parameters(function)) - {"self"}:
+                assert re.search(rf"(^|[ ,*]){parameter}[,:]", said, re.M), f"{where}: {parameter}"
+            returns = inspect.signature(function).return_annotation
+            assert returns in (None, "None") or "Returns:" in text, where
 
 
 def _parameters(function):

@@ -41,6 +41,7 @@ class Line:
 
 def main(rank: int, size: int, path: str, pipe: Connection, body: str, options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, if a shell runs the tests in the background
     if options.get("one_core"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     from tests.faults import survival  # it needs this module

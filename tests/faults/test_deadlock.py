@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import unisono
 from unisono.testing import run_ranks
@@ -121,6 +122,29 @@ def _slow(group, how):
     return "fine"
 
 
+def _with_servants(group, cycle):
+    """A progress bar's monitor and a data loader's threads run beside; with ``cycle`` nobody else does."""
+    stop, shown = threading.Event(), {"__name__": "tqdm._monitor"}
+    exec("def run(stop):\n    while not stop.wait(0.05): pass", shown)  # tqdm itself may not be there
+    threading.Thread(target=shown["run"], args=(stop,), daemon=True).start()
+    loader = iter(DataLoader(range(8), num_workers=1))
+    next(loader)
+    names = {t.name for t in threading.enumerate()}
+    said = _ring(group, 2, "sync") if cycle else _slow(group, "thread")
+    stop.set()
+    del loader
+    return said, "QueueFeederThread" in names
+
+
+def test_threads_that_never_call_are_no_hindrance():
+    for (kind, took_s, text), has_feeder in run_ranks(2, _with_servants, True, timeout_s=FAR_S):
+        assert has_feeder and kind == "DeadlockError" and took_s < SOON_S, (kind, text)
+
+
+def test_a_thread_beside_them_that_will_call_is_one():
+    assert [said for said, _ in run_ranks(2, _with_servants, False, timeout_s=FAR_S)] == ["fine", "fine"]
+
+
 @pytest.mark.parametrize("how", ["thread", "sleeps", "limited wait", "callback"])
 def test_slow_ranks_are_no_deadlock(how):
     assert run_ranks(2, _slow, how, timeout_s=FAR_S) == ["fine", "fine"]
@@ -215,6 +239,6 @@ def _random_program(group, seed, steps):
     return "fine"
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_random_programs_with_slow_ranks_raise_no_alarm(seed):
     assert run_ranks(3, _random_program, seed, 25, timeout_s=120) == ["fine"] * 3

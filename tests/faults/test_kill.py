@@ -82,6 +82,8 @@ def _check_error(said, rank, victims, pids):
     for victim in victims:
         assert re.search(rf"\b{victim}\b", said["text"]), f"no rank {victim} in {said['text']!r}"
         assert str(pids[victim]) in said["text"], f"no pid {pids[victim]} in {said['text']!r}"
+        where = rf"rank {victim}   pid {pids[victim]}   died   last call (none|\w+ #\d+ \(\w+\))"
+        assert re.search(where, said["text"]), f"not where rank {victim} was in {said['text']!r}"
     assert said["op"], "the error does not say in which op"
     assert (said["rank"], said["group"]) == (rank, "world")
 

@@ -52,7 +52,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("how", ["dist", "group"])
+@pytest.mark.parametrize("how", ["dist", pytest.param("group", marks=pytest.mark.slow)])
 def test_the_next_round_is_clean(how, tmp_path):
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)

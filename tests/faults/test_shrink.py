@@ -1,6 +1,8 @@
 """Life after a death: survivors agree on a smaller group, which gives the bits of a fresh one, and inherit tensors."""
 
+import os
 import random
+import threading
 import time
 
 import pytest
@@ -161,6 +163,8 @@ def test_shrink_of_a_closed_group_and_bad_arguments():
     group = unisono.Group.from_store(HashStore(), 0, 1)
     with pytest.raises(ValueError, match="exclude"):
         group.shrink(exclude=[0])
+    with pytest.raises(TypeError, match="exclude"):
+        group.shrink(exclude="0")
     new, lost = group.shrink()
     assert (new.rank, new.size, lost) == (0, 1, [])
     with pytest.raises(unisono.ClosedError):
@@ -230,6 +234,132 @@ def test_what_can_be_kept():
     kept.drop()
     with pytest.raises(unisono.UnisonoError, match="dropped"), kept.update(3):
         pass
+
+
+def test_a_kept_tensor_keeps_its_name_inside_of_an_update():
+    """Once it is dropped its place in the directory may be another's, and the end of the update must not get there."""
+    t = unisono.zeros(3)
+    kept = unisono.keep("name", t)
+    for misuse in (kept.drop, lambda: unisono.keep("name", unisono.zeros(5))):
+        with kept.update(1):
+            with pytest.raises(RuntimeError, match=r'"name" is being updated: .* after the update'):
+                misuse()
+            t += 1
+        assert kept.step == 1
+    with pytest.raises(RuntimeError, match="is being updated"), kept.update(2):
+        kept.drop()
+    assert kept.step == 1
+    with kept.update(3):  # goes on after the error
+        pass
+    other = unisono.keep("name", unisono.zeros(5))
+    with pytest.raises(unisono.UnisonoError, match="dropped; keep the tensor again"), kept.update(4):
+        pass
+    with other.update(5):
+        kept.drop()  # dropped already
+    other.drop()
+
+
+def test_a_kept_tensor_is_updated_by_one_thread_at_a_time():
+    kept = unisono.keep("threads", unisono.zeros(3))
+    inside, done = threading.Event(), threading.Event()
+
+    def update():
+        with kept.update(1):
+            inside.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    assert inside.wait(30)
+    try:
+        with pytest.raises(RuntimeError, match="being updated already"), kept.update(2):
+            pass
+        with pytest.raises(RuntimeError, match="is being updated"):
+            kept.drop()
+        with pytest.raises(RuntimeError, match="is being updated"):
+            unisono.keep("threads", unisono.zeros(3))
+    finally:
+        done.set()
+        thread.join()
+    assert kept.step == 1
+    kept.drop()
+
+
+def test_threads_that_keep_one_name_leave_one_tensor():
+    tensors = [unisono.zeros(3) for _ in range(8)]
+    made: list[unisono.Kept] = []
+
+    def keep(t):
+        for _ in range(50):
+            made.append(unisono.keep("contended", t))
+
+    threads = [threading.Thread(target=keep, args=(t,)) for t in tensors]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    held = 0
+    for kept in made:
+        try:
+            with kept.update(1):
+                held += 1
+        except unisono.UnisonoError:
+            pass
+        kept.drop()
+    assert len(made) == 400 and held == 1
+
+
+def test_a_kept_tensor_with_other_memory_is_refused():
+    t = unisono.zeros(1000)
+    place = t.data_ptr()
+    kept = unisono.keep("moved", t)
+    t.data = unisono.ones(1000)
+    others = [unisono.ones(1000) for _ in range(20)]
+    assert place not in [o.data_ptr() for o in others], "the memory that peers would inherit was given away"
+    with pytest.raises(RuntimeError, match=r"has other memory .* keep it again"), kept.update(1):
+        pass
+    kept = unisono.keep("moved", t)
+    with kept.update(1):
+        pass
+    kept.drop()
+
+
+def test_a_step_that_does_not_fit():
+    kept = unisono.keep("step", unisono.zeros(3))
+    with pytest.raises(ValueError, match="64 bits"), kept.update(1 << 63):
+        pass
+    for step in ((1 << 63) - 1, -(1 << 63)):
+        with kept.update(step):
+            pass
+        assert kept.step == step
+    kept.drop()
+
+
+def _in_a_child(_):
+    """A child has a copy, which nobody inherits: its update is refused, its drop and its own tensors are fine."""
+    kept = unisono.keep("forked", unisono.zeros(3))
+    with kept.update(1):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                with kept.update(2):
+                    code = 2
+            except unisono.ForkedError:
+                with unisono.keep("forked", unisono.zeros(4)).update(3):
+                    code = 0
+                kept.drop()
+            finally:
+                os._exit(code)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with kept.update(4):
+        pass
+    kept.drop()
+    return status
+
+
+def test_a_kept_tensor_in_a_forked_child():
+    assert run_ranks(1, _in_a_child) == [0]
 
 
 def test_many_kept_tensors_come_and_go_without_growth():

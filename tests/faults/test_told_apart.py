@@ -97,6 +97,57 @@ def test_how_a_rank_died_is_said_if_its_parent_has_not_asked_yet(how):
     assert words in said or ("signal" not in said and "exit code" not in said), said
 
 
+def test_where_a_rank_died_is_said():
+    said = run_ranks(2, _dies, "SIGKILL", timeout_s=60, check=False)[0]
+    line = said.splitlines()[1]
+    assert line.startswith("  rank 1   pid ") and "   died   " in line, said
+    assert "last call barrier #1 (done) at test_told_apart.py:" in line, said
+
+
+def _dies_in_a_call(group):
+    """Rank 1 waits for rank 0, in one group and then in another, and is killed there."""
+    other = group.split([0, 1], name="other")
+    pid = torch.tensor([os.getpid()])
+    group.broadcast(pid, 1)
+    if group.rank == 1:
+        other.all_reduce(torch.ones(3))
+        return None
+    time.sleep(1.0)
+    os.kill(int(pid), signal.SIGKILL)
+    texts = []
+    for g in (group, other):
+        try:
+            g.barrier()
+        except unisono.PeerLostError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_what_a_rank_died_in_is_said():
+    of_group, of_other = run_ranks(2, _dies_in_a_call, timeout_s=60, check=False)[0]
+    assert "last call broadcast #2 (done) at test_told_apart.py:" in of_group, of_group
+    assert '   waited in all_reduce #1 of group "' in of_group, of_group
+    assert "last call all_reduce #1 (published) at test_told_apart.py:" in of_other, of_other
+    assert "   waited in all_reduce #1 at test_told_apart.py:" in of_other, of_other
+
+
+def _all_but_one_die(group):
+    group.barrier()
+    if group.rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(2.0)
+    try:
+        group.barrier()
+    except unisono.PeerLostError as error:
+        return str(error).splitlines()[1:]
+    return []
+
+
+def test_where_many_ranks_died_is_said_of_some():
+    lines = run_ranks(11, _all_but_one_die, timeout_s=120, check=False)[0]
+    assert [line.split("   ")[0] for line in lines] == [f"  rank {r}" for r in range(1, 9)] + ["  and 2 more"], lines
+
+
 CHILD = """
 import os, signal, sys
 from torch.distributed import FileStore

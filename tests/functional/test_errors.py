@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.functional.worlds import world
 from unisono import comm_func
@@ -272,3 +273,25 @@ def _no_default(group):
 
 def test_no_default_group():
     run_ranks(1, _no_default)
+
+
+def _batch(group, folder):
+    """A list with a mistake at its end: nothing is sent, and what was to be received comes to the next call."""
+    with world(group, "unisono", folder):
+        other = 1 - group.rank
+        first = [comm_func.P2POp("irecv", torch.zeros(2), other), comm_func.P2POp("isend", torch.ones(2), other)]
+        with pytest.raises(ValueError):
+            comm_func.batch_isend_irecv([*first, comm_func.P2POp("isend", torch.ones(2), 7)])
+        with pytest.raises(ValueError):  # known when it is sent only
+            comm_func.batch_isend_irecv([first[0], comm_func.P2POp("isend", torch.ones(2).to_sparse(), other)])
+        dist.barrier()
+        got = comm_func.batch_isend_irecv(
+            [first[0], comm_func.P2POp("isend", torch.full((2,), float(group.rank)), other)]
+        )
+        assert got[0].tolist() == [float(other)] * 2
+        dist.barrier()
+
+
+@pytest.mark.parametrize("size", [2])
+def test_a_batch_with_a_mistake(pool, size, tmp_path):
+    pool.run(_batch, str(tmp_path))

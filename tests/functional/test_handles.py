@@ -67,6 +67,30 @@ def test_not_before_the_last_has_come(pool, size, kind, grad, tmp_path):
     pool.run(_not_yet, kind, str(tmp_path), grad)
 
 
+def _message_not_yet(group, kind, folder):
+    """A wait for a message that ends leaves the message, and the group, as they were."""
+    with world(group, kind, folder) as where:
+        if group.rank == 0:
+            out, handle = comm_func.irecv(torch.zeros(3), 1, where)
+            for _ in range(2):
+                with pytest.raises(unisono.CollectiveTimeoutError, match="the call goes on"):
+                    handle.wait(0.05)
+            assert not handle.is_completed()
+            group.send(torch.zeros(1), 1)
+            handle.wait(30)
+            assert out.tolist() == [1.0] * 3
+        else:
+            group.recv(torch.zeros(1), 0)
+            comm_func.isend(torch.ones(3), 0, where).wait(30)
+        assert comm_func.all_reduce(torch.ones(2), "sum", where)[0].tolist() == [2.0] * 2
+
+
+@pytest.mark.parametrize("size", [2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_message_goes_on_when_a_wait_for_it_ends(pool, size, kind, tmp_path):
+    pool.run(_message_not_yet, kind, str(tmp_path))
+
+
 def _awaited(group, kind, folder):
     """`await` gives the result, and other tasks run while the call waits for the other rank."""
     with world(group, kind, folder) as where:

@@ -186,3 +186,22 @@ def _world_is_a_name(group, folder):
 @pytest.mark.parametrize("size", [2])
 def test_global_comm(pool, size, tmp_path):
     pool.run(_world_is_a_name, str(tmp_path))
+
+
+def _names(group, folder):
+    """A name of an earlier world is free in the next one, also on ranks that were not in its group."""
+    for turn, ranks in enumerate(([0, 1], [0, 1, 2])):
+        with world(group, "unisono", f"{folder}/{turn}"):
+            comm_func.create_group("some", ranks)
+            if group.rank in ranks:
+                assert comm_func.get_group_size("some") == len(ranks)
+            with pytest.raises(ValueError, match="exists already"):
+                comm_func.create_group("some", ranks)
+            dist.barrier()
+
+
+@pytest.mark.parametrize("size", [3])
+def test_names_end_with_their_world(pool, size, tmp_path):
+    for turn in range(2):
+        (tmp_path / str(turn)).mkdir()
+    pool.run(_names, str(tmp_path))

@@ -71,3 +71,20 @@ def test_refused(pool, size):
     for none, uneven in pool.run(refused):
         assert none.startswith("no layer to cut: expected one of q_proj, ")
         assert uneven == "layer 'head': 5 outputs do not divide equally between 2 ranks"
+
+
+def _model(group):
+    """A layer that cannot be cut leaves the others whole."""
+    model = nn.ModuleDict({"up_proj": nn.Linear(4, 6), "down_proj": nn.Linear(7, 4)})
+    with pytest.raises(ValueError, match="down_proj"):
+        unisono.tensor_parallel(model, group)
+    with pytest.raises(ValueError, match="no layer to cut"):
+        unisono.tensor_parallel(model, group, order="tree", outputs=["a"], inputs=["b"])
+    assert all(type(layer) is nn.Linear for layer in model.values())
+    with pytest.raises(TypeError, match=r"must be a torch.nn.Module, got NoneType"):
+        unisono.tensor_parallel(None, group)
+
+
+@pytest.mark.parametrize("size", [2])
+def test_a_model_that_cannot_be_cut(pool, size):
+    pool.run(_model)

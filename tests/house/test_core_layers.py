@@ -13,6 +13,11 @@ MAY_INCLUDE = {layer: set(LAYERS[: i + 1]) for i, layer in enumerate(LAYERS)} | 
 
 INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"')
 FRIEND = re.compile(r"\s*friend\s+(?:class|struct)\s+(?:\w+::)*(\w+)")
+LOCK = re.compile(r"(?:\s*static |inline |constinit )*std::(?:\w+_)?mutex\b")  # static, or at the margin
+ONCE = re.compile(
+    r".*\b(?:once_flag|call_once|pthread_once)\b"
+    r"|\s+static (?!const(?:expr|init) |inline |bool |void )[^()]* = .*[({\[]"
+)
 CLASS = re.compile(r"\s*(?:class|struct)\s+(?:alignas\([^)]*\)\s*)?(\w+)\b[^;]*$")
 
 
@@ -61,10 +66,42 @@ def test_no_friends_in_other_layers() -> None:
     assert not found, found[0]
 
 
-def test_both_are_noticed(tmp_path: Path) -> None:
+def process_wide_locks(core: Path) -> list[str]:
+    """But for parts that are only built for tests and benches."""
+    tools = ("core/yardstick/", "core/base/faults.cc")
+    return [place for _, place, text in lines_of(core) if LOCK.match(text) and not place.startswith(tools)]
+
+
+def test_process_wide_locks_are_open_in_a_child() -> None:
+    found = process_wide_locks(CORE)
+    assert not found, f"{found[0]}: a child of fork may find it held; base/fork.h has a better one"
+
+
+def waits_for_first_use(core: Path) -> list[str]:
+    """Initialised by the first thread that comes, while others wait; but for what needs the GIL, which a fork holds.
+
+    Not the registration in fork.cc either: it is made while the module is loaded.
+    """
+    spared = ("core/yardstick/", "core/python/", "core/base/fork.cc")
+    return [place for _, place, text in lines_of(core) if ONCE.match(text) and not place.startswith(spared)]
+
+
+def test_nothing_is_initialised_while_others_wait() -> None:
+    found = waits_for_first_use(CORE)
+    assert not found, f"{found[0]}: a child of fork may wait here for a thread it does not have; use an atomic"
+
+
+def test_all_are_noticed(tmp_path: Path) -> None:
     for folder in ("group", "verbs"):
         (tmp_path / folder).mkdir()
     (tmp_path / "verbs/mover.h").write_text("class Mover {\n  friend class Helper;\n};\nstruct Helper {\n};\n")
+    (tmp_path / "verbs/mover.cc").write_text("std::mutex all;\nvoid move() {\n  static std::mutex here;\n}\n")
+    (tmp_path / "verbs/once.cc").write_text(
+        "std::once_flag looked;\nint f() {\n  static const int a = g();\n  static constinit int b{0};\n"
+        "  static const B c = [] {\n  static int f(int a = 0);\n}\n"
+    )
     (tmp_path / "group/group.h").write_text('#include "group/call.h"\n#include "verbs/mover.h"\nfriend class Mover;\n')
     assert upward_includes(tmp_path) == ["core/group/group.h:2: group may not include verbs/mover.h"]
     assert foreign_friends(tmp_path) == ["core/group/group.h:3: Mover is a class of verbs"]
+    assert process_wide_locks(tmp_path) == ["core/verbs/mover.cc:1", "core/verbs/mover.cc:3"]
+    assert waits_for_first_use(tmp_path) == [f"core/verbs/once.cc:{line}" for line in (1, 3, 5)]

@@ -17,7 +17,7 @@ FLOORS = [
     {"transport"},
     {"calls"},
     {"uneven", "comm_func", "fused", "torch_backend", "fsdp"},
-    {"ascend", "mindspore", "serving"},
+    {"ascend", "mindspore", "serving", "torchcomms"},
     {"testing", "_yardstick"},
     {"trace"},
     {"bench", "demo", "doctor", "run", "top"},
@@ -83,3 +83,24 @@ def test_an_upward_import_is_found(tmp_path, monkeypatch):
     path = tmp_path / "base" / "wrong.py"
     path.write_text("from ..base import errors\n\n\ndef later():\n    from ..group.group import Group\n")
     assert list(upward(path)) == ["base/wrong.py:5 of base imports group"]
+
+
+def held_at_fork(path):
+    """Lines that make a lock for the whole process, which a child may find held: use base/fork.py."""
+    for statement in ast.parse(path.read_text()).body:
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and path.name != "fork.py":
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Attribute) and node.attr in ("Lock", "RLock", "Condition", "Semaphore"):
+                    yield f"{path.relative_to(PACKAGE)}:{node.lineno}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_process_wide_locks_are_open_in_a_child(path):
+    assert next(held_at_fork(path), None) is None
+
+
+def test_a_lock_of_the_process_is_found(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    path = tmp_path / "wrong.py"
+    path.write_text("import threading as t\n\nlocks = {1: t.RLock()}\n\n\ndef inside():\n    return t.Lock()\n")
+    assert list(held_at_fork(path)) == ["wrong.py:3"]

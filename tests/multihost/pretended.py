@@ -12,7 +12,13 @@ import unisono
 from unisono.base import settings
 from unisono.transport.hosts.transport import HostsTransport
 
-LAYOUTS = {"2+2": "0,0,1,1", "1+3": "0,1,1,1", "interleaved": "0,1,0,1", "3 hosts": "0,1,1,2"}
+LAYOUTS = {
+    "2+2": "0,0,1,1",
+    "1+3": "0,1,1,1",
+    "interleaved": "0,1,0,1",
+    "3 hosts": "0,1,1,2",
+    "4 hosts": "0,1,2,3",
+}
 
 _turns = itertools.count()  # the same on all ranks, since all run the same functions
 

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 import unisono
-from unisono.testing.hosts import Hosts, run_on_hosts, sent_by, why_not
+from unisono.testing.hosts import Hosts, repeated_by, run_on_hosts, sent_by, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")
 
 GLOO = {"GLOO_SOCKET_IFNAME": "eth0"}  # which plain gloo does not find by itself
 N = 1 << 20  # floats
+SEGMENT = 1514  # bytes of one on the interface
 COUNTS = {4: [N, 0, 3 * N // 2, N // 2], 3: [N, N // 2, 3 * N // 2]}
 
 
@@ -32,6 +33,11 @@ def _calls(rank, size):
     }
 
 
+def _sent(paths):
+    """Bytes on the interfaces, without what TCP sent again: on a busy machine that may be a tenth."""
+    return [sent - SEGMENT * again for sent, again in zip(sent_by(paths), repeated_by(paths), strict=True)]
+
+
 def count_bytes(backend, paths):
     dist.init_process_group(backend)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -39,11 +45,11 @@ def count_bytes(backend, paths):
     for name, call in _calls(rank, size).items():
         dist.barrier()
         time.sleep(0.05)
-        before = sent_by(paths)
+        before = _sent(paths)
         call()
         dist.barrier()
         time.sleep(0.05)
-        sent[name] = [after - b for after, b in zip(sent_by(paths), before, strict=True)]
+        sent[name] = [after - b for after, b in zip(_sent(paths), before, strict=True)]
     dist.barrier()
     dist.destroy_process_group()
     return sent
@@ -79,7 +85,8 @@ def test_bytes_on_the_interface(layout, interleaved):
         print(f"{name:15} wanted {wanted}, unisono {ours[name]}, gloo {gloo[name]}")
         for got, want in zip(ours[name], wanted, strict=True):
             # Headers of TCP and of messages; what comes the other way is acknowledged: 66 bytes each, at worst 5 %.
-            assert want <= got <= 1.05 * want + 0.01 * max(wanted) + 40_000, name
+            # Segments that were sent again may have been shorter.
+            assert 0.99 * want <= got <= 1.05 * want + 0.01 * max(wanted) + 40_000, name
 
 
 def collectives():
@@ -110,7 +117,7 @@ def test_collectives(layout):
 
 
 def until_error(victims, path, timeout_s):
-    group = unisono.Group.from_env(timeout_s=timeout_s)
+    group = unisono.Group.from_env(timeout_s=50.0)  # joining takes long on a busy machine
     group.barrier()
     if group.rank in victims:
         time.sleep(0.5)
@@ -123,7 +130,7 @@ def until_error(victims, path, timeout_s):
     began = time.monotonic()
     try:
         for _ in range(100_000):
-            group.all_reduce(torch.ones(400_000))
+            group.all_reduce(torch.ones(400_000), timeout_s=timeout_s)
         return None
     except unisono.UnisonoError as error:
         now = time.monotonic()
@@ -171,5 +178,5 @@ def test_a_link_that_is(fault, tmp_path):
         assert isinstance(outcome, tuple), outcome
         kind, peers, text, since, closing = outcome
         print(f"rank {rank} after {since:.1f} s: {text.splitlines()[0]}")
-        assert kind == "CollectiveTimeoutError" and peers, text
-        assert "host" in text and since < 20 and closing < 2.5
+        assert kind == "CollectiveTimeoutError" and set(peers) == ({2, 3} if rank < 2 else {0, 1}), text
+        assert f"host {0 if rank > 1 else 1} (" in text and since < 20 and closing < 2.5

@@ -89,5 +89,6 @@ def over_hosts_and_on_one(group, hosts, tolerance):
 @pytest.mark.parametrize(
     ("layout", "tolerance"), [("2+2", 0.0), pytest.param("interleaved", 1e-5, marks=pytest.mark.slow)]
 )
+@pytest.mark.timeout(400)
 def test_the_same_as_on_one_host(layout, tolerance):
-    assert run_ranks(4, over_hosts_and_on_one, LAYOUTS[layout], tolerance, timeout_s=150) == [[]] * 4
+    assert run_ranks(4, over_hosts_and_on_one, LAYOUTS[layout], tolerance, timeout_s=350) == [[]] * 4

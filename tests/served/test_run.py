@@ -107,7 +107,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("refused", ["1", "0", "0,1", "none"])
+@pytest.mark.parametrize("refused", ["1", "none", *(pytest.param(r, marks=pytest.mark.slow) for r in ("0", "0,1"))])
 def test_gloo_for_all_ranks_if_one_cannot_join(tmp_path, refused):
     """Both groups are gloo's on both ranks, whoever could not join; and at once, not after the time limit."""
     (tmp_path / "program.py").write_text(WITHOUT_A_HEAP)

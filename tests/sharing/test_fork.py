@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import unisono
-from tests.faults.test_fork import _fork, _outcome
+from tests.faults.test_fork import _fork, _outcome, use_operators_once
 from unisono import _core
 from unisono.testing import run_ranks
 
@@ -153,6 +153,7 @@ def test_a_data_loader_beside_training(most: str) -> None:
 
 def _forks_among_threads(group: unisono.Group, forks: int) -> list[str]:
     """Threads make, write and free tensors all the time; children must get on with their own."""
+    use_operators_once()
     unisono.share_new_tensors(min_bytes=4096)
     stop = threading.Event()
     wrong: list[str] = []

@@ -19,9 +19,8 @@ STEPS = 3
 
 def _both_ways(group: unisono.Group, name: str) -> tuple[int, int]:
     """Bytes that were staged without and with the switch; the results must be the same bits."""
-    _core.choose_tuning(
-        0, 0, 256 << 10, 4 << 20
-    )  # all that is not shared goes through the ring, whatever was measured here
+    # All that is not shared goes through the ring, whatever was measured here.
+    _core.choose_tuning((0, 0), (0, 0), 256 << 10, 4 << 20)
     staged, results = [], []
     for on in (False, True):
         with unisono.share_new_tensors(enabled=on), world(group, "unisono"):

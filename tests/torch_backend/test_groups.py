@@ -279,6 +279,23 @@ def test_a_monitored_barrier_names_who_is_missing(ranks, size, wait_all_ranks):
     ranks.run(_missing, wait_all_ranks)
 
 
+def _missing_then_later():
+    """What a monitored barrier gave up waiting for does not end the group at the group's own time limit."""
+    group, rank = dist.new_group(timeout=10 * SHORT), dist.get_rank()
+    if rank != 1:
+        with pytest.raises(RuntimeError, match=r"Rank 1 failed|did not answer"):
+            group.monitored_barrier(SHORT)
+    time.sleep(12 * SHORT.total_seconds())
+    dist.barrier()
+    assert _total(group) == 6
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("size", [3])
+def test_a_group_lives_on_after_a_monitored_barrier(ranks, size):
+    ranks.run(_missing_then_later)
+
+
 # Time limits. The default of a group is long; each of these shortens it, and the last rank does not come.
 def _by_new_group(group):
     return lambda: dist.all_reduce(torch.ones(3), group=dist.new_group(timeout=SHORT))

@@ -88,7 +88,7 @@ def test_graphs(stack, name):
 
 
 @pytest.mark.skipif(" " in torch.__file__, reason="torch's inductor does not quote its own path for the linker")
-@pytest.mark.parametrize("name", ["rewritten", "functional"])
+@pytest.mark.parametrize("name", [pytest.param("rewritten", marks=pytest.mark.slow), "functional"])
 def test_inductor(stack, name):
     stack.compare(compiled, name, "inductor")
 

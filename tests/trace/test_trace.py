@@ -50,6 +50,92 @@ def test_survivors_write_what_the_dead_rank_did_last(tmp_path):
     assert "has not called all_gather #6" in line and "last call all_reduce #5" in line, shown.stdout
 
 
+COMPUTES = """
+group.all_reduce(torch.ones(8))
+say("inside")
+if rank != 1:
+    hear()  # rank 0 is busy with something else, rank 2 dies here
+try:
+    group.barrier()
+except unisono.PeerLostError as error:
+    say("lost " + str(error).splitlines()[0])
+hear()
+"""
+
+
+def test_any_survivor_writes_what_the_dead_rank_did(tmp_path):
+    """Rank 0 would be the first to write it, but the launcher ends it while it computes."""
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    with Job(tmp_path, 3, COMPUTES, UNISONO_TRACE_DIR=str(folder)) as job:
+        for rank in range(3):
+            job.expect(rank, "inside")
+        os.kill(job.pid(2), signal.SIGKILL)
+        job.expect(1, "lost ")
+        os.kill(job.pid(0), signal.SIGKILL)
+        written = {int(path.stem.rpartition("-")[2]) for path in folder.glob("*.json")}
+        assert written == {job.pid(1), job.pid(2)}, f"{written}, pids {[job.pid(r) for r in range(3)]}"
+        assert not list(folder.glob("*.part"))
+
+
+INSIDE = """
+group.all_reduce(torch.ones(8))
+say("inside")
+if rank == 1:
+    hear()
+try:
+    group.all_reduce(torch.ones(3 << 20))  # too large for a request: everybody is needed to the end
+except unisono.PeerLostError as error:
+    say("lost " + str(error).splitlines()[0])
+hear()
+"""
+
+
+@pytest.mark.timeout(600)  # six programs that import torch
+def test_a_rank_killed_while_it_waits_is_the_culprit_and_is_read_in_its_peers_memory(tmp_path):
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    with Job(tmp_path, 3, INSIDE, UNISONO_TRACE_DIR=str(folder)) as job:
+        for rank in range(3):
+            job.expect(rank, "inside")
+        wait_for(lambda: records.read_process(job.pid(2))["waits"])
+        job.processes[2].kill()
+        job.tell(1)
+        for rank in (0, 1):
+            assert "rank 2 died" in job.expect(rank, "lost ")
+        wait_for(lambda: len(list(folder.glob("*.json"))) == 3)
+        (view,) = groups_of(records.read_folder(folder))
+        assert set(verdicts(view)) == {2} and "culprit: died" in verdicts(view)[2], verdicts(view)
+        # Out of the memory of a survivor, before and after the dead one's parent has asked for its end.
+        for _ in range(2):
+            shown = command("trace", "--pid", str(job.pid(0)))
+            assert shown.returncode == 0, shown.stderr
+            line = next(text for text in shown.stdout.splitlines() if "rank 2   pid" in text)
+            assert f"pid {job.pid(2)}" in line and "all_reduce #2 at job.py:" in line, shown.stdout
+            assert "culprit: its process is gone" in line and shown.stdout.count("culprit") == 1, shown.stdout
+            job.processes[2].wait()
+        shown = command("trace", "--pid", str(job.pid(2)))
+        assert shown.returncode == 1 and "no process" in shown.stderr
+
+
+UNSENT = """
+say("inside")
+if rank == 0:
+    group.recv(torch.empty(4), 1)
+hear()
+"""
+
+
+@pytest.mark.timeout(600)
+def test_a_message_that_nobody_sends_has_a_culprit(tmp_path):
+    with Job(tmp_path, 2, UNSENT) as job:
+        for rank in range(2):
+            job.expect(rank, "inside")
+        wait_for(lambda: records.read_process(job.pid(0))["waits"])
+        shown = command("trace", "--pid", str(job.pid(0))).stdout
+        assert any("rank 1" in x and "culprit: has not sent to rank 0" in x for x in shown.splitlines()), shown
+
+
 WAITS = """
 group.all_reduce(torch.ones(8))
 say("inside")
@@ -60,6 +146,7 @@ say("done")
 """
 
 
+@pytest.mark.timeout(600)  # five programs that import torch, one after the other
 def test_a_stopped_process_is_read_without_its_help(tmp_path):
     with Job(tmp_path, 2, WAITS) as job:
         for rank in range(2):
@@ -74,7 +161,9 @@ def test_a_stopped_process_is_read_without_its_help(tmp_path):
         # And as a live view.
         top = command("top", "--once", "--json")
         views = json.loads(top.stdout)["groups"]
-        view = next(v for v in views if [r["pid"] for r in v["ranks"]] == [job.pid(0), job.pid(1)])
+        ours = [v for v in views if [r["pid"] for r in v["ranks"]] == [job.pid(0), job.pid(1)]]
+        assert len(ours) == 1, f"{top.stdout} does not show {job.pid(0)} and {job.pid(1)}: {top.stderr}"
+        view = ours[0]
         assert view["calls"] == 2 and view["bytes"] == 32, view
         assert view["ranks"][0]["waits"][0]["for_ranks"] == [1] and view["ranks"][0]["waits"][0]["waited_s"] > 0
         assert view["ranks"][1]["state"] == "stopped" and not view["ranks"][1]["waits"]
@@ -242,3 +331,17 @@ def test_another_user_reads_nothing(tmp_path):
             except records.NoRecord:
                 os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
+
+
+def test_top_beside_a_name_cut_inside_a_character():
+    name = "обучение модели"  # the system keeps 15 bytes of it
+    naming = f"import ctypes, time; ctypes.CDLL(None).prctl(15, {name.encode()!r}); print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", naming], stdout=subprocess.PIPE) as other:
+        try:
+            other.stdout.readline()
+            shown = subprocess.run(
+                [sys.executable, "-m", "unisono", "top", "--once"], capture_output=True, text=True, timeout=60
+            )
+            assert shown.returncode == 0, shown.stderr
+        finally:
+            other.kill()

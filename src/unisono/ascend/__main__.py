@@ -34,7 +34,13 @@ def main(arguments: list[str]) -> None:
     if not given.quiet and os.environ.get("RANK", "0") == "0":
         _say(names)
     sys.argv = [given.script, *given.args]
-    runpy.run_path(given.script, run_name="__main__")  # as __main__, so that processes it spawns find its functions
+    try:
+        runpy.run_path(given.script, run_name="__main__")  # as __main__, so that processes it spawns find its functions
+    except ValueError as error:
+        if "expected, but not set" in str(error):  # torch's words, which do not say what to do
+            how = f"torchrun --nproc-per-node=2 -m unisono.ascend {given.script}"
+            error.args = (f"{error}\n  start the ranks by `{how}`",)
+        raise
 
 
 def _keep_the_real_one_out() -> None:

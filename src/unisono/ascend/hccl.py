@@ -79,10 +79,9 @@ class ProcessGroupHCCL(ProcessGroupUnisono):
         if self._store is None:
             raise RuntimeError("Expected a group of init_process_group or new_group, got one that was split off")
         self._rebuilt += 1
-        group = Group.from_store(
-            self._store, old.rank, old.size, name=f"{old.name}#{self._rebuilt}", timeout_s=old.timeout_s
-        )
-        group.ranks = old.ranks
+        # With their numbers: groups that were split off beside one another have one name.
+        name = f"{old.name}#{self._rebuilt}"
+        group = Group.from_store(self._store, old.rank, old.size, ranks=old.ranks, name=name, timeout_s=old.timeout_s)
         old.close()
         self.unisono_group = group
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -89,9 +90,12 @@ def release() -> None:
 def _named(function: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
     """torch's function, whose ``group`` may be a name and whose ``op`` a string."""
 
+    parameters = list(inspect.signature(function).parameters)
+    places = {parameters.index(key) for key in ("group", "op") if key in parameters}
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(_group(a) if isinstance(a, str) else a for a in args)
+        args = tuple(_group(a) if i in places and isinstance(a, str) else a for i, a in enumerate(args))
         for key in ("group", "op"):
             if isinstance(kwargs.get(key), str):
                 kwargs[key] = _group(kwargs[key])

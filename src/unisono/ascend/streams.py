@@ -30,6 +30,7 @@ class Stream(torch.Stream):
         self._index = state.index_of(device)
         self._number = next(_numbers)
         self._priority = priority
+        self._outer: list[tuple[Stream, int]] = []
 
     @property
     def device(self) -> torch.device:
@@ -69,13 +70,13 @@ class Stream(torch.Stream):
         return recorded
 
     def __enter__(self) -> Stream:
-        self._outer = current_stream(), state.current_device()
+        self._outer.append((current_stream(), state.current_device()))
         state.set_device(self._index)
         set_stream(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        stream, index = self._outer
+        stream, index = self._outer.pop()
         set_stream(stream)
         state.set_device(index)
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import threading
 from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import Any, Protocol
 
 from .errors import CollectiveTimeoutError
+from .fork import fork_lock
 
-_lock = threading.Lock()  # for lists of callbacks; held for an append only
-os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]  # as Python does with its own
+_lock = fork_lock()  # for lists of callbacks; held for an append only
 _CALLED: list[Callable[[], None]] = []  # stands where a list of callbacks was that have been called
 
 
@@ -41,6 +39,12 @@ class Handle:
         self._op = op
         self._outputs = outputs
         self._callbacks: list[Callable[[], None]] | None = None
+
+    def _withdraw(self) -> None:
+        """Gives up a receive that nothing has come for; other backends than unisono cannot."""
+        withdraw = getattr(self._pending, "withdraw", None)
+        if withdraw is not None:
+            withdraw()
 
     def wait(self, timeout: float | timedelta | None = None) -> None:
         """Returns when the call is over, or raises what went wrong.
@@ -79,7 +83,14 @@ class Handle:
         return self._outputs
 
     def of(self, outputs: Any) -> Handle:
-        """The handle of the same call, with its outputs in another form."""
+        """The handle of the same call, with its outputs in another form.
+
+        Args:
+            outputs: what :meth:`result` shall return
+
+        Returns:
+            A handle.
+        """
         return Handle(self._pending, self._op, outputs)
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -100,7 +111,11 @@ class Handle:
         return self.result()
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Has ``callback`` called when the call is over, by the thread that ends it, or now if it is over already."""
+        """Has ``callback`` called when the call is over, by the thread that ends it, or now if it is over already.
+
+        Args:
+            callback: takes nothing; should be quick
+        """
         with _lock:
             first = self._callbacks is None
             if first:

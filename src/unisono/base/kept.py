@@ -35,37 +35,43 @@ class Kept:
         self.name, self.tensor = name, tensor
         self._slot = _core.Kept(name, tensor)
         self.step: int | None = None
-        self._inside = False
 
     @contextmanager
     def update(self, step: int) -> Iterator[Tensor]:
         """Brackets a write to the tensor, by this process or by a collective: inside, it is not whole.
 
-        An exception inside leaves it so until an update ends well.
+        An exception inside leaves it so until an update ends well. One update at a time, and the name stays the
+        tensor's until it has ended: to drop it inside, or to keep another under its name, is a RuntimeError.
+
+        Args:
+            step: a number that grows; heirs compare it
+
+        Returns:
+            A context manager that gives the tensor.
         """
-        if self._inside:
-            raise RuntimeError(f'kept tensor "{self.name}" is being updated already')
         number = int(step)
-        self._slot.begin()
-        self._inside = True
+        if not -(1 << 63) <= number < 1 << 63:
+            raise ValueError(f"argument 'step' must be a whole number of 64 bits, got {number}")
+        slot = self._slot  # held here too: the end of Python takes it away, perhaps while a thread is inside
+        slot.begin(number)
         try:
             yield self.tensor
-            self._slot.end(number)
+            slot.end()
             self.step = number
         finally:
-            self._inside = False
+            slot.leave()
 
     def drop(self) -> None:
         """Takes the name back; nobody inherits the tensor any more."""
+        self._slot.drop()  # first: inside of an update it raises, and nothing has changed
         if _kept.get(self.name) is self:
-            del _kept[self.name]
-        self._slot.drop()
+            _kept.pop(self.name, None)
 
 
 @atexit.register
 def _end() -> None:
     """Lets go of the objects, or they are reported as leaked; what is in the heap stays, for those who inherit."""
-    for kept in _kept.values():
+    for kept in list(_kept.values()):
         del kept._slot
 
 
@@ -83,9 +89,20 @@ def keep(name: str, tensor: Tensor) -> Kept:
 
     A tensor of less than a page shares its page with others: if one of those is in a collective that fails beside a
     peer that does not answer, both are made private to this process, and the next ``update`` says so.
+
+    Args:
+        name: by which the survivors find it
+        tensor: a tensor in shared memory
+
+    Returns:
+        What :meth:`Kept.update` and :meth:`Kept.drop` are called on.
     """
     made = Kept(name, tensor)
-    if (before := _kept.get(name)) is not None:
-        before.drop()
-    _kept[name] = made
+    # Until the new one has the name, which another thread may have taken in between.
+    while (before := _kept.setdefault(name, made)) is not made:
+        try:
+            before.drop()
+        except RuntimeError:  # it is being updated
+            made.drop()
+            raise
     return made

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
 from .. import _core
 
 read = _core.read_op
+
+#: What users may write for a reduce operation.
+Op: TypeAlias = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
 #: The numbers of reduce operations by name.
 NUMBERS: dict[str, int] = {name: number for name, number in _core.OPS.items() if name != "none"}

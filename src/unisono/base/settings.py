@@ -22,6 +22,10 @@ def _number(name: str, default: float) -> float:
         raise ValueError(f"{name} must be a number (with K, M, G or T behind it if you like), got {text!r}") from None
 
 
+def _is_on(name: str) -> bool:
+    return os.environ.get(name, "0").strip().lower() not in ("", "0", "false", "no", "off")
+
+
 def _signal(name: str) -> int:
     text = os.environ.get(name, "").strip().upper()
     if not text:
@@ -40,7 +44,7 @@ heap_max: int = int(_number("UNISONO_HEAP_MAX", 0))
 #: Most bytes of this process's heap in use that a fork copies for the child; what is more becomes ordinary memory.
 fork_copy_max: int = int(_number("UNISONO_FORK_COPY_MAX", 256 << 20))
 #: New tensors of torch's lie in shared memory, see unisono.share_new_tensors; also for programs that never import it.
-share: bool = os.environ.get("UNISONO_SHARE", "0").strip().lower() not in ("", "0", "false", "no", "off")
+share: bool = _is_on("UNISONO_SHARE")
 #: The smallest of them, in bytes.
 share_min_bytes: int = int(_number("UNISONO_SHARE_MIN_BYTES", 64 << 10))
 #: New ones stay ordinary while more bytes than this of the heap are in use; 0: no limit.
@@ -59,7 +63,7 @@ trace_signal: int = _signal("UNISONO_TRACE_SIGNAL")
 #: "info": tells once, on stderr, what unisono has put in the place of something else.
 log: str = os.environ.get("UNISONO_LOG", "").lower()
 #: Whether groups that are asked for as "gloo" are unisono's; see serve_gloo.
-serve_gloo: bool = os.environ.get("UNISONO_GLOO", "0") not in ("", "0")
+serve_gloo: bool = _is_on("UNISONO_GLOO")
 #: How many Ascend devices unisono.ascend emulates; more if torchrun starts more ranks on this host.
 npus: int = int(_number("UNISONO_NPUS", 8))
 #: Matrix products of the fused matmuls: "core" or "torch"; empty: by dtype and rows, see fused/gemm.py.

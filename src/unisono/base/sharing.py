@@ -6,8 +6,6 @@ allocator is reached is in core/memory/sharing.h.
 
 from __future__ import annotations
 
-import os
-import threading
 import warnings
 from types import TracebackType
 
@@ -16,13 +14,13 @@ import torch
 from .. import _core
 from . import settings
 from .errors import SystemCallError
+from .fork import fork_lock
 from .tensors import is_shared
 
 _NEVER = (1 << 64) - 1
 _LIBRARY = "libc10.so"
 
-_lock = threading.Lock()
-os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]  # as Python does with its own
+_lock = fork_lock()
 _switches: list[Sharing] = []  # the last one counts
 _probed = False
 
@@ -91,13 +89,21 @@ def share_new_tensors(min_bytes: int | None = None, *, max_bytes: int | None = N
     (True, False, False)
 
     As a call of its own it holds until the end of the program; with ``with``, until the end of the block, where what
-    was asked for before counts again. ``enabled=False`` switches it off, for good or for a block.
+    was asked for before counts again.
 
     ``min_bytes``: smaller tensors stay ordinary (UNISONO_SHARE_MIN_BYTES, 64 KiB). ``max_bytes``: so do new ones while
     the heap holds more than that (UNISONO_SHARE_MAX_BYTES, no limit); and all for which the machine, its cgroup or the
     heap has no room: never an error. Tensors that were there before are not moved, see :func:`to_shared_`.
 
     Raises SystemCallError where torch's allocator cannot be replaced.
+
+    Args:
+        min_bytes: smaller tensors stay ordinary; None: UNISONO_SHARE_MIN_BYTES, 64 KiB
+        max_bytes: new ones stay ordinary while the heap holds more than that; None: UNISONO_SHARE_MAX_BYTES, no limit
+        enabled: False switches it off, for good or for a block
+
+    Returns:
+        A context manager, which may be ignored.
     """
     least = settings.share_min_bytes if min_bytes is None else min_bytes
     most = settings.share_max_bytes if max_bytes is None else max_bytes
@@ -139,5 +145,8 @@ def trim() -> int:
     >>> del t
     >>> unisono.trim() >= 1 << 24
     True
+
+    Returns:
+        The number of bytes.
     """
     return _core.trim()

@@ -54,6 +54,15 @@ def empty(*size: object, dtype: Dtype = None, device: Device = None, requires_gr
 
     Raises HeapMemoryError when the machine or its cgroup has too little memory left, ValueError for another device than
     the CPU.
+
+    Args:
+        *size: the shape, as numbers or as one sequence
+        dtype: torch's default dtype if None
+        device: None or the CPU
+        requires_grad: as in torch
+
+    Returns:
+        A CPU tensor whose memory other ranks of the host can read.
     """
     if device is not None and torch.device(device).type != "cpu":
         raise ValueError(f"shared memory is on the CPU, got device {device!r}; leave 'device' out or pass 'cpu'")
@@ -78,7 +87,17 @@ def zeros(
 @overload
 def zeros(*size: int, dtype: Dtype = None, device: Device = None, requires_grad: bool = False) -> torch.Tensor: ...
 def zeros(*size: Any, dtype: Dtype = None, device: Device = None, requires_grad: bool = False) -> torch.Tensor:
-    """Makes a tensor of zeros in shared memory; see :func:`empty`."""
+    """Makes a tensor of zeros in shared memory; see :func:`empty`.
+
+    Args:
+        *size: the shape, as numbers or as one sequence
+        dtype: torch's default dtype if None
+        device: None or the CPU
+        requires_grad: as in torch
+
+    Returns:
+        A tensor in shared memory.
+    """
     return empty(*size, dtype=dtype, device=device).zero_().requires_grad_(requires_grad)
 
 
@@ -89,7 +108,17 @@ def ones(
 @overload
 def ones(*size: int, dtype: Dtype = None, device: Device = None, requires_grad: bool = False) -> torch.Tensor: ...
 def ones(*size: Any, dtype: Dtype = None, device: Device = None, requires_grad: bool = False) -> torch.Tensor:
-    """Makes a tensor of ones in shared memory; see :func:`empty`."""
+    """Makes a tensor of ones in shared memory; see :func:`empty`.
+
+    Args:
+        *size: the shape, as numbers or as one sequence
+        dtype: torch's default dtype if None
+        device: None or the CPU
+        requires_grad: as in torch
+
+    Returns:
+        A tensor in shared memory.
+    """
     return empty(*size, dtype=dtype, device=device).fill_(1).requires_grad_(requires_grad)
 
 
@@ -101,6 +130,16 @@ def full(
     >>> import unisono
     >>> unisono.full((2,), 7)
     tensor([7, 7])
+
+    Args:
+        size: the shape
+        fill_value: the value
+        dtype: that of the value if None
+        device: None or the CPU
+        requires_grad: as in torch
+
+    Returns:
+        A tensor in shared memory.
     """
     dtype = dtype or torch.full((), fill_value).dtype
     return empty(size, dtype=dtype, device=device).fill_(fill_value).requires_grad_(requires_grad)
@@ -112,13 +151,29 @@ def tensor(data: Any, *, dtype: Dtype = None, device: Device = None, requires_gr
     >>> import unisono
     >>> unisono.tensor([[1.0, 2.0], [3.0, 4.0]]).sum()
     tensor(10.)
+
+    Args:
+        data: numbers, lists or an array
+        dtype: that of the data if None
+        device: None or the CPU
+        requires_grad: as in torch
+
+    Returns:
+        A tensor in shared memory.
     """
     source = torch.tensor(data, dtype=dtype)
     return empty(source.shape, dtype=source.dtype, device=device).copy_(source).requires_grad_(requires_grad)
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Makes an uninitialised contiguous tensor in shared memory with the shape and dtype of another."""
+    """Makes an uninitialised contiguous tensor in shared memory with the shape and dtype of another.
+
+    Args:
+        tensor: the other tensor
+
+    Returns:
+        A tensor in shared memory.
+    """
     made = _core.empty_like(tensor)
     return empty(tensor.shape, dtype=tensor.dtype) if made is None else made
 
@@ -131,7 +186,14 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Says whether a tensor's bytes are in the heap, of this process or of another rank; views count."""
+    """Says whether a tensor's bytes are in the heap, of this process or of another rank; views count.
+
+    Args:
+        tensor: any torch tensor
+
+    Returns:
+        True or False.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"is_shared takes a torch.Tensor, got {type(tensor).__name__}")
     return tensor.device.type == "cpu" and tensor.layout is torch.strided and _core.is_reachable(tensor.data_ptr())
@@ -147,6 +209,12 @@ def to_shared_(what: Anything) -> Anything:
 
     Optimizers, hooks and ties between parameters stay valid, since the objects are the same. Other views of the old
     memory are not moved. What is in the heap already stays where it is.
+
+    Args:
+        what: a CPU tensor, or a module whose parameters and buffers are on the CPU
+
+    Returns:
+        The same object.
     """
     if isinstance(what, nn.Module):
         for tensor in [*what.parameters(), *what.buffers()]:

@@ -34,6 +34,15 @@ class Work(dist.Work):
         if before_end is not None:
             handles[-1].when_done(before_end)
 
+    @classmethod
+    def joined(cls, works: Sequence[Work]) -> Work:
+        """Several as one."""
+        return cls(
+            [handle for work in works for handle in work._handles],
+            [work._outputs for work in works],
+            after=[step for work in works for step in work._after],
+        )
+
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Returns True when the call is over, or raises what went wrong; CollectiveTimeoutError after ``timeout``."""
         limit_s = timeout.total_seconds() if timeout > _NO_LIMIT else None

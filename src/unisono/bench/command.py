@@ -39,6 +39,7 @@ from .plan import (
     parse_numbers,
     parse_ranks,
     parse_splits,
+    readme_items,
     sizes_between,
     small_items,
 )
@@ -46,14 +47,14 @@ from .quota import why_no_quota
 from .ranks import BenchRanks, GivenRanks, StartedRanks, given_size
 from .scaling import SCALING_RANKS, SCALING_SIZES, group_memory, scaling_lines
 from .setup_peers import setup_peers
-from .summaries import matrix_lines, small_lines
+from .summaries import matrix_lines, readme_lines, small_lines
 from .table import Progress, Table, add_ratios, header, machine_facts, show_bytes, standing_lines
 from .targets import judge, judgement_lines, target_items
 from .tuning import tuning_lines
 
 FORMAT = "unisono-bench/2"
 AGAINST = ("gloo", *PEERS)
-VIEWS = ("scaling", "small", "ddp_matrix")  # names on the command line for rows and a table over them
+VIEWS = ("scaling", "small", "ddp_matrix", "readme")  # names on the command line for rows and a table over them
 
 EPILOG = f"""\
 operations:
@@ -61,7 +62,7 @@ operations:
   {" and ".join(ALIASES)}: the same at splits {" ".join(UNEVEN_SPLITS)};
   all: every one of them; alone: scaling, a table by number of ranks, with the memory a group costs;
   small, what calls of 8 bytes cost by verb and way of calling; ddp_matrix, training steps beside busy
-  processes, pinned, and under a CPU quota
+  processes, pinned, and under a CPU quota; readme, the README's table in Markdown
   (without any: {" ".join(DEFAULT_OPS)})
 
 examples:
@@ -204,6 +205,8 @@ def plan(args: argparse.Namespace) -> list[Item]:
         return possible(target_items())
     if args.ops == ["small"]:
         return [item for n in ranks for place in places for item in small_items(n, place)]
+    if args.ops == ["readme"]:
+        return [item for n in ranks for place in places for item in readme_items(n, place)]
     if args.ops == ["ddp_matrix"]:
         if not args.pin and args.busy is None and args.quota is None:
             places = [*MATRIX_FREE, *MATRIX_PINNED, *MATRIX_QUOTA]
@@ -361,6 +364,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(scaling_lines(document)))
     if document.get("view") == "small":
         print("\n".join(small_lines(rows)))
+    if document.get("view") == "readme":
+        print("\n".join(readme_lines(rows)) + "\n#")
     for lines in (host_lines(rows), matrix_lines(rows), standing_lines(rows)):
         if lines:
             print("\n".join(lines))

@@ -25,6 +25,7 @@ SILENCE_S = 300.0  # a team that says nothing for so long is lost
 FOREIGN = ("OMPI_", "PMIX", "PMI_", "PRTE_", "HYD", "MPI", "I_MPI_", "CCL_", "FI_", "UCX_", "TORCHELASTIC_", "SLURM_")
 FOREIGN_NAMES = ("PYTHONPATH", "PYTHONHOME", "LD_PRELOAD", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 COMPILED = "lib/unisono_oneccl.so"
+_OF_TORCH = ("matmul_all_reduce", "ddp_step")  # rows that need torch, which peers do without
 MARK = "unisono-peer.json"  # written last, so an environment without it is not complete
 
 
@@ -149,6 +150,8 @@ class Team:
 
     def prepare(self, case: Case) -> tuple[int, float]:
         """Makes the case ready on all ranks and checks it; wrong elements of all ranks, and how long the call took."""
+        if case.op in _OF_TORCH:
+            raise Lacking(f"it has no {case.op}")
         answers = self._ask({"prepare": case.to_json()})
         lacks = [answer["lacks"] for answer in answers if "lacks" in answer]
         if lacks:

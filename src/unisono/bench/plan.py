@@ -175,6 +175,14 @@ def small_items(ranks: int, place: Place = ALONE) -> list[Item]:
     ]
 
 
+def readme_items(ranks: int, place: Place = ALONE) -> list[Item]:
+    """The rows of the README's table: a small call, and two sizes of the three verbs, uneven where they can be."""
+    return [
+        *make_items(["all_reduce"], [8, 256 << 10, 16 << 20], None, ranks, place=place),
+        *make_items(["all_gather", "reduce_scatter"], [256 << 10, 16 << 20], [SMALL_SPLIT], ranks, place=place),
+    ]
+
+
 def by_ranks(items: Iterable[Item]) -> dict[tuple[int, bool, int], list[Item]]:
     """What is measured on the same ranks: by their number, whether they are pinned, and their quota."""
     found: dict[tuple[int, bool, int], list[Item]] = {}

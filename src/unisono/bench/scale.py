@@ -1,7 +1,7 @@
 """The cost of a call over several hosts as a formula: fitted to rows of `unisono bench --hosts`, checked, carried on.
 
-    unisono bench --hosts 2x2 -J a.json       and others, with other hosts, ranks and rates
-    python -m unisono.bench.scale a.json b.json --check c.json
+    python -m unisono.bench.scale --measure FOLDER              measures, fits and checks; needs root
+    python -m unisono.bench.scale a.json b.json --check c.json  the same with what unisono bench --hosts -J wrote
 
 The model, for the host that has most to do (the words are those of docs/scale.md):
 
@@ -20,6 +20,7 @@ import argparse
 import itertools
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,13 @@ PIECE_BYTES = 1 << 20  # of a lane
 OURS, RING = "unisono", "flat ring"
 OPS = ("all_reduce", "all_gather", "reduce_scatter")
 STEPS = 30
+# Hosts and rates that are measured, the last only to check; and sizes, small ones in more rounds.
+PLACES = (("2x1", "1G"), ("2x2", "1G"), ("3x1", "1G"), ("2x2", "10G"), ("3x2", "2G"))
+SWEEPS = {"large": ("16M", 12), "small": ("128K", 60)}
+CALLS = {
+    "reduce": ("all_reduce",),
+    "uneven": ("all_gather", "reduce_scatter", "--splits", "1:3", "--against", "none"),
+}
 PREDICTED_HOSTS = (2, 8, 64, 1024)
 PREDICTED_BYTES = (8, 64 << 10, 1 << 20, 64 << 20, 1 << 30)
 
@@ -162,6 +170,29 @@ def _solve(rows: list[list[float]], seconds: list[float]) -> list[float]:
     return best[1]
 
 
+def bench_runs(folder: Path) -> dict[Path, list[str]]:
+    """What is measured: by the file that a run writes, the arguments of `unisono bench`; those to check come last."""
+    runs = {}
+    for (hosts, rate), sweep, calls in itertools.product(PLACES, SWEEPS, CALLS):
+        most, rounds = SWEEPS[sweep]
+        path = folder / f"{hosts}-{rate}-{calls}-{sweep}.json"
+        runs[path] = [*CALLS[calls], "--hosts", hosts, "--rate", rate, "-b", "8", "-e", most, "-f", "128"]
+        runs[path] += ["--rounds", str(rounds), "--ordinary", "-J", str(path)]
+    return runs
+
+
+def measure(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Runs the bench for every file that is not there yet; the files to fit to, and those to check on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = bench_runs(folder)
+    for number, (path, arguments) in enumerate(runs.items(), 1):
+        if not path.exists():
+            print(f"# {number} of {len(runs)}: unisono bench {' '.join(arguments)}", file=sys.stderr, flush=True)
+            subprocess.run([sys.executable, "-m", "unisono.bench", *arguments], check=True, stdout=subprocess.DEVNULL)
+    last = len(SWEEPS) * len(CALLS)
+    return list(runs)[:-last], list(runs)[-last:]
+
+
 def read_rows(paths: Iterable[Path]) -> list[tuple[Setting, dict[str, float]]]:
     """Settings with the measured seconds of each contender that the model knows; of the same setting the least."""
     found: dict[Setting, dict[str, float]] = {}
@@ -266,13 +297,18 @@ def prediction_lines(models: dict[str, Model], base: Setting) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m unisono.bench.scale", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("fitted", nargs="+", type=Path, metavar="FILE", help="what unisono bench --hosts -J wrote")
+    parser.add_argument("fitted", nargs="*", type=Path, metavar="FILE", help="what unisono bench --hosts -J wrote")
+    parser.add_argument("--measure", type=Path, metavar="FOLDER", help="measure first, and keep here what was measured")
     parser.add_argument("--check", nargs="+", type=Path, default=[], metavar="FILE", help="the same, not fitted to")
     parser.add_argument("--ranks", type=int, default=8, help="per host, in the predictions (default 8)")
     parser.add_argument("--cpus", type=int, default=8, help="of a host, in the predictions (default 8)")
     parser.add_argument("--rate", type=float, default=10, help="Gbit/s of a host's link, there (default 10)")
     parser.add_argument("--rows", action="store_true", help="every row, measured and by the model")
     args = parser.parse_args(argv)
+    if bool(args.fitted) == bool(args.measure):
+        parser.error("expected files to fit to, or --measure with a folder to write them to")
+    if args.measure:
+        args.fitted, args.check = measure(args.measure)
     rows, unseen = read_rows(args.fitted), read_rows(args.check)
     models = fit_rows(rows)
     if OURS not in models:

@@ -1,4 +1,4 @@
-"""Tables over several rows: what small calls cost by way of calling, and how training steps fare beside others."""
+"""Tables over several rows: small calls by way of calling, the README's table, training steps beside others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from .contenders import KINDS
 from .plan import Place
 from .ratios import short
-from .table import ratio_text, show_us
+from .table import ratio_text, show_bytes, show_us
 
 Row = dict[str, Any]
 
@@ -36,6 +36,39 @@ def small_lines(rows: list[Row]) -> list[str]:
             times.append(short(ends[0]["time_us"] / ends[1]["time_us"]) if ends[0] and ends[1] else "-")
             lines.append(f"#{verb:>19}{row['size_bytes']:>7}" + "".join(f"{text:>{width}}" for text in times))
     return lines
+
+
+def readme_lines(rows: list[Row]) -> list[str]:
+    """The README's table in Markdown: times, and what gloo takes ÷ what unisono takes."""
+    heads = ["", "in shared memory", "ordinary tensors", "gloo", "gloo ÷ unisono"]
+    with_others = any(_others(row.get("results", {})) for row in rows)
+    if with_others:
+        heads.insert(3, "best other library")
+    lines = [f"| {' | '.join(heads)} |".replace("|  |", "| |"), "|" + "---|" * len(heads)]
+    for row in rows:
+        times = {name: result["time_us"] for name, result in row.get("results", {}).items()}
+        if not all(kind in times for kind in KINDS):
+            continue
+        verb = f"{row['op']} {row['split']}" if row["split"] not in ("-", "even") else row["op"]
+        cells = [f"{verb}, {show_bytes(row['size_bytes'])}", *(_time(times[kind]) for kind in KINDS)]
+        others = _others(times)
+        if with_others:
+            cells.append(_time(min(times[name] for name in others)) if others else "-")
+        if "gloo" in times:
+            ratios = [short(times["gloo"] / times[kind]) for kind in KINDS]
+            cells += [_time(times["gloo"]), f"{ratios[0]} ×, ordinary {ratios[1]} ×"]
+        else:
+            cells += ["-", "-"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _others(results: dict[str, Any]) -> list[str]:
+    return [name for name in results if name not in (*KINDS, "gloo")]
+
+
+def _time(us: float) -> str:
+    return f"{short(us)} µs" if us < 1000 else f"{short(us / 1000)} ms"
 
 
 def _way(name: str, both: bool) -> str:

@@ -17,10 +17,10 @@ def tuning_lines() -> list[str]:
     ]
     lines.append(f"# before:  {_words(before)}")
     if not now["times"]:
-        return [*lines, "# not measured: this process may use one processor only"]
+        return [*lines, "# not measured: this process may use one processor only, or the machine is too busy"]
     lines.append(f"# now:     {_words(now)}{'' if now['complete'] else ' (the machine is too busy: not kept)'}")
     lines.append("#")
-    lines.append("# two threads exchange so many bytes, the least of five rounds, us")
+    lines.append("# two threads exchange so many bytes, by turns, the least of some rounds, us")
     lines += [f"{show_bytes(size):>10} {time:10.1f}  {way}" for way, size, time in now["times"]]
     return lines
 
@@ -28,8 +28,14 @@ def tuning_lines() -> list[str]:
 def _words(tuning: dict[str, object]) -> str:
     if not tuning["known"]:
         return "not known"
-    starts = {"all else": tuning["single_copy_from"], "all_reduce": tuning["single_reduce_from"]}
-    single = ", ".join(f"{what} {f'from {show_bytes(int(str(n)))} on' if n else 'never'}" for what, n in starts.items())
-    single = f"read where they are: {single}"
-    ring, piece = (show_bytes(int(str(tuning[name]))) for name in ("ring_bytes", "piece_bytes"))
+    sizes = {name: show_bytes(n) for name, n in tuning.items() if isinstance(n, int)}
+
+    def reading(what: str) -> str:
+        start, end = f"single_{what}_from", f"single_{what}_below"
+        if not tuning[start]:
+            return "never"
+        return f"from {sizes[start]} " + (f"to {sizes[end]}" if tuning[end] else "on")
+
+    single = f"read where they are: all else {reading('copy')}, all_reduce {reading('reduce')}"
+    ring, piece = sizes["ring_bytes"], sizes["piece_bytes"]
     return f"{single}; ring of {ring}, pieces up to {piece}"

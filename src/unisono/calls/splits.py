@@ -109,7 +109,7 @@ def check(splits: Sequence[int], rows: int, size: int, words: Words = TORCH, row
     if sum(splits) != rows:
         got = f"{list(splits)}, which add up to {sum(splits)}"
         hint = ""
-        if sum(splits) == rows * row and not any(n % row for n in splits):
+        if row and sum(splits) == rows * row and not any(n % row for n in splits):
             hint = f"\n  splits are rows, not elements: for rows of {row} pass {[n // row for n in splits]}"
         raise words.kind(f"{words.total}\n{_expected_got(f'splits that add up to {rows}', got)}{hint}")
     if min(splits) < 0:

@@ -6,11 +6,10 @@ On groups of ours results lie in shared memory, so the next call on them copies 
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from ..base.handle import Handle
+from ..base.ops import Op
 from ..calls.groups import outside
 from ..calls.splits import SplitsLike
 from ..group.names import GroupLike
@@ -20,16 +19,23 @@ from .dispatch import rooted, transport
 
 
 def all_reduce(
-    tensor: Tensor, op: Any = "sum", group: GroupLike = None, async_op: bool = False
+    tensor: Tensor, op: Op = "sum", group: GroupLike = None, async_op: bool = False
 ) -> tuple[Tensor, Handle | None]:
     """Combines a tensor over all ranks; all of them get the same bits::
 
         rank 0  [1, 2]        [11, 22]
         rank 1  [10, 20]  ->  [11, 22]
 
-    ``op`` is sum, prod, min, max, avg, or a torch ReduceOp. Differentiable.
+    Differentiable.
 
-    With ``async_op=True``: read no result and change no input before the handle's ``wait()``.
+    Args:
+        tensor: this rank's part; stays as it is
+        op: sum, prod, min, max or avg, or a torch ReduceOp
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+        async_op: True: return at once; read no result and change no input before the handle's ``wait()``
+
+    Returns:
+        The result, and a handle with ``async_op=True``, else None.
     """
     op, factor = (op, None) if op is SUM else reduction("all_reduce", op)
     made = transport("all_reduce", group, tensor).all_reduce(tensor, -1, op, factor, None, async_op)
@@ -44,9 +50,15 @@ def all_gather_into_tensor(
         rank 0  [1, 2]        [1, 2, 10, 20]
         rank 1  [10, 20]  ->  [1, 2, 10, 20]
 
-    Tensors must have the same shape on all ranks; a 0-dim tensor counts as one row. Differentiable.
+    Differentiable.
 
-    With ``async_op=True``: read no result and change no input before the handle's ``wait()``.
+    Args:
+        tensor: this rank's rows; the same shape on all ranks, a 0-dim tensor counts as one row
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+        async_op: True: return at once; read no result and change no input before the handle's ``wait()``
+
+    Returns:
+        The result, and a handle with ``async_op=True``, else None.
     """
     made = transport("all_gather_into_tensor", group, tensor).all_gather(-1, tensor, None, None, async_op)
     return (made.outputs, made) if async_op else (made, None)
@@ -60,9 +72,16 @@ def all_gather_into_tensor_uneven(
         splits [1, 2]   rank 0  [1]             [1, 10, 20]
                         rank 1  [10, 20]    ->  [1, 10, 20]
 
-    None, or an empty list: all ranks have as many as this one. Differentiable.
+    Differentiable.
 
-    With ``async_op=True``: read no result and change no input before the handle's ``wait()``.
+    Args:
+        tensor: this rank's rows
+        output_split_sizes: rows of each rank; None or empty: all have as many as this one
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+        async_op: True: return at once; read no result and change no input before the handle's ``wait()``
+
+    Returns:
+        The result, and a handle with ``async_op=True``, else None.
     """
     found = transport("all_gather_into_tensor_uneven", group, tensor)
     rows, counts = uneven_rows(output_split_sizes, tensor, found.rank, found.size, gathers=True)
@@ -71,16 +90,23 @@ def all_gather_into_tensor_uneven(
 
 
 def reduce_scatter_tensor(
-    tensor: Tensor, op: Any = "sum", group: GroupLike = None, async_op: bool = False
+    tensor: Tensor, op: Op = "sum", group: GroupLike = None, async_op: bool = False
 ) -> tuple[Tensor, Handle | None]:
     """Combines a tensor over all ranks and gives each an equal share of the rows::
 
         rank 0  [1, 2]         [11]
         rank 1  [10, 20]  ->   [22]
 
-    Dimension 0 must be a multiple of the group's size. Differentiable.
+    Differentiable.
 
-    With ``async_op=True``: read no result and change no input before the handle's ``wait()``.
+    Args:
+        tensor: this rank's part, for all rows; dimension 0 is a multiple of the group's size
+        op: sum, prod, min, max or avg, or a torch ReduceOp
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+        async_op: True: return at once; read no result and change no input before the handle's ``wait()``
+
+    Returns:
+        The result, and a handle with ``async_op=True``, else None.
     """
     op, factor = (op, None) if op is SUM else reduction("reduce_scatter_tensor", op)
     found = transport("reduce_scatter_tensor", group, tensor)
@@ -91,7 +117,7 @@ def reduce_scatter_tensor(
 def reduce_scatter_tensor_uneven(
     tensor: Tensor,
     input_split_sizes: SplitsLike = None,
-    op: Any = "sum",
+    op: Op = "sum",
     group: GroupLike = None,
     async_op: bool = False,
 ) -> tuple[Tensor, Handle | None]:
@@ -100,9 +126,17 @@ def reduce_scatter_tensor_uneven(
         splits [1, 2]   rank 0  [1, 2, 3]           [11]
                         rank 1  [10, 20, 30]    ->  [22, 33]
 
-    None, or an empty list: equal shares. Differentiable.
+    Differentiable.
 
-    With ``async_op=True``: read no result and change no input before the handle's ``wait()``.
+    Args:
+        tensor: this rank's part, for all rows
+        input_split_sizes: rows of each rank's share; None or empty: equal shares
+        op: sum, prod, min, max or avg, or a torch ReduceOp
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+        async_op: True: return at once; read no result and change no input before the handle's ``wait()``
+
+    Returns:
+        The result, and a handle with ``async_op=True``, else None.
     """
     op, factor = (op, None) if op is SUM else reduction("reduce_scatter_tensor_uneven", op)
     found = transport("reduce_scatter_tensor_uneven", group, tensor)
@@ -111,13 +145,22 @@ def reduce_scatter_tensor_uneven(
     return (made.outputs, made) if async_op else (made, None)
 
 
-def reduce(tensor: Tensor, dst: int, op: Any = "sum", group: GroupLike = None) -> Tensor:
+def reduce(tensor: Tensor, dst: int, op: Op = "sum", group: GroupLike = None) -> Tensor:
     """Combines a tensor over all ranks into one rank's result; the others get a 0 of shape [1]::
 
         dst 0   rank 0  [1, 2]          [11, 22]
                 rank 1  [10, 20]    ->  [0]
 
-    ``dst`` is a global rank. Differentiable.
+    Differentiable.
+
+    Args:
+        tensor: this rank's part
+        dst: the global rank that gets the result
+        op: sum, prod, min, max or avg, or a torch ReduceOp
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+
+    Returns:
+        The result on ``dst``, elsewhere a 0 of shape [1].
     """
     op, factor = (op, None) if op is SUM else reduction("reduce", op)
     found, root = rooted("reduce", group, tensor, "dst", dst)
@@ -131,7 +174,15 @@ def broadcast(tensor: Tensor, src: int = 0, group: GroupLike = None) -> Tensor:
         src 0   rank 0  [1, 2]          [1, 2]
                 rank 1  [10, 20]    ->  [1, 2]
 
-    ``src`` is a global rank. Differentiable.
+    Differentiable.
+
+    Args:
+        tensor: what is sent; on the other ranks only its shape and dtype count
+        src: the global rank it comes from
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+
+    Returns:
+        A copy of ``src``'s tensor.
     """
     found, root = rooted("broadcast", group, tensor, "src", src)
     made: Tensor = found.broadcast(tensor, root, -1, None, False)
@@ -144,7 +195,15 @@ def scatter_tensor(tensor: Tensor, src: int = 0, group: GroupLike = None) -> Ten
         src 0   rank 0  [1, 2]          [1]
                 rank 1  [10, 20]    ->  [2]
 
-    ``src`` is a global rank. Differentiable.
+    Differentiable.
+
+    Args:
+        tensor: what is cut; on the other ranks only its shape and dtype count
+        src: the global rank it comes from
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+
+    Returns:
+        This rank's share of the rows.
     """
     found, root = rooted("scatter_tensor", group, tensor, "src", src)
     made: Tensor = found.scatter(-1, tensor, root, None, None, False)
@@ -157,7 +216,15 @@ def gather_into_tensor(tensor: Tensor, dst: int = 0, group: GroupLike = None) ->
         dst 0   rank 0  [1, 2]          [1, 2, 10, 20]
                 rank 1  [10, 20]    ->  [0]
 
-    ``dst`` is a global rank. Differentiable.
+    Differentiable.
+
+    Args:
+        tensor: this rank's rows; the same shape on all ranks
+        dst: the global rank that gets the result
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+
+    Returns:
+        The rows of all ranks on ``dst``, elsewhere a 0 of shape [1].
     """
     found, root = rooted("gather_into_tensor", group, tensor, "dst", dst)
     made: Tensor = found.gather(-1, tensor, root, None, None, False)
@@ -165,5 +232,9 @@ def gather_into_tensor(tensor: Tensor, dst: int = 0, group: GroupLike = None) ->
 
 
 def barrier(group: GroupLike = None) -> None:
-    """Returns when every rank has called it."""
+    """Returns when every rank has called it.
+
+    Args:
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+    """
     (find_for_barrier(group) or outside("barrier", group)).barrier(None, False)

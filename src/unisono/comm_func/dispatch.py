@@ -1,6 +1,6 @@
 """Which way a functional call takes: the group's transport itself, or the operators of torch that call it.
 
-What decides is asked in the binding (``core/python/usual.h``), in one step, since it is on the way of every small call.
+What decides is asked in the binding (``core/python/eager.h``), in one step, since it is on the way of every small call.
 The transport is called as ``unisono.transport.protocol.Transport`` says, with a number or shapes as output: it makes
 the result. So are the operators.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from .._core import usual_partner, usual_transport, usual_transport_of_all
+from .._core import eager_partner, eager_transport, eager_transport_of_all
 from ..calls.groups import group_rank, outside, place
 from ..group.names import GroupLike
 from ..transport.find import find
@@ -25,7 +25,7 @@ from .operators import Operators
 
 def transport(function: str, group: GroupLike, tensor: Tensor) -> Any:
     """The verbs of the group: its transport, unless there is something to differentiate, trace or fake."""
-    found = False if is_dynamo_compiling() else usual_transport(group, tensor)
+    found = False if is_dynamo_compiling() else eager_transport(group, tensor)
     if found is None:
         return find(group, tensor) or outside(function, group)
     if found is False:
@@ -36,7 +36,7 @@ def transport(function: str, group: GroupLike, tensor: Tensor) -> Any:
 
 def transport_of_all(function: str, group: GroupLike, tensors: Sequence[Tensor]) -> Any:
     """As :func:`transport`, for a call of several tensors: operators, if one of them needs it."""
-    found = False if is_dynamo_compiling() else usual_transport_of_all(group, tensors)
+    found = False if is_dynamo_compiling() else eager_transport_of_all(group, tensors)
     if found is None:
         return find(group, tensors[0]) or outside(function, group)
     return _operators(function, group, tensors) if found is False else found
@@ -44,7 +44,7 @@ def transport_of_all(function: str, group: GroupLike, tensors: Sequence[Tensor])
 
 def rooted(function: str, group: GroupLike, tensor: Tensor, argument: str, rank: int) -> tuple[Any, int]:
     """As :func:`transport`, and with it the rank in the group of a root given by its global rank."""
-    found = None if is_dynamo_compiling() else usual_partner(group, tensor, rank)
+    found = None if is_dynamo_compiling() else eager_partner(group, tensor, rank)
     if found is None:
         root = group_rank(function, argument, rank, group)
         return transport(function, group, tensor), root

@@ -32,9 +32,16 @@ def all_to_all_with_output_shape(
         rank 0  input [1], [2, 3]    shapes (1), (2)          [1], [10, 20]
         rank 1  input [10, 20], [30]   shapes (2), (1)    ->  [2, 3], [30]
 
-    A tensor in ``output_shape_list`` gives its shape. Differentiable.
+    Differentiable.
 
-    With ``async_op=True``: read no result and change no input before the handle's ``wait()``.
+    Args:
+        output_shape_list: the shape of what comes from each rank, or a tensor of that shape
+        input_tensor_list: what goes to each rank
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+        async_op: True: return at once; read no result and change no input before the handle's ``wait()``
+
+    Returns:
+        The tensors that came, and a handle with ``async_op=True``, else None.
     """
     function = "all_to_all_with_output_shape"
     found = transport_of_all(function, group, input_tensor_list)
@@ -76,9 +83,18 @@ def all_to_all_single_with_output_shape(
         rank 0  [1, 2, 3]   sends 1 and 2, receives 1 and 1       [1, 10]
         rank 1  [10, 20]    sends 1 and 1, receives 2 and 1   ->  [2, 3, 20]
 
-    Splits are rows of dimension 0, for or from each rank; None or an empty list: equal shares. Differentiable.
+    Differentiable.
 
-    With ``async_op=True``: read no result and change no input before the handle's ``wait()``.
+    Args:
+        output_shape: the shape of the result, or a tensor of that shape
+        tensor: the rows to send
+        output_split_sizes: rows that come from each rank; None or empty: equal shares
+        input_split_sizes: rows that go to each rank; None or empty: equal shares
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+        async_op: True: return at once; read no result and change no input before the handle's ``wait()``
+
+    Returns:
+        The result, and a handle with ``async_op=True``, else None.
     """
     function = "all_to_all_single_with_output_shape"
     if not isinstance(tensor, Tensor):
@@ -108,9 +124,15 @@ def all_to_all_v_c(
         matrix [0, 3, 2, 1]   rank 0  [1, 2, 3]             [10, 20]
                               rank 1  [10, 20, 30]    ->    [1, 2, 3, 30]
 
-    Writes into ``output``, and returns a handle if ``async_op``.
+    Args:
+        output: written: the rows that come to this rank
+        input: the rows that this rank sends
+        send_count_matrix: n * n numbers of rows, the sender's row by row
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+        async_op: True: return at once; read no result and change no input before the handle's ``wait()``
 
-    With ``async_op=True``: read no result and change no input before the handle's ``wait()``.
+    Returns:
+        A handle with ``async_op=True``, else None.
     """
     for tensor in (input, output):
         if not isinstance(tensor, Tensor):

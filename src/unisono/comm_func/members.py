@@ -23,6 +23,9 @@ def init(backend_name: str | None = None) -> None:
     """Makes the default group, on the unisono backend unless told; does nothing if there is one.
 
     MindSpore's own name for its CPU backend, "mccl", means unisono too.
+
+    Args:
+        backend_name: None, "unisono" or "mccl", or another backend that torch knows
     """
     if dist.is_initialized():
         return
@@ -36,6 +39,10 @@ def create_group(group: str, rank_ids: Sequence[int]) -> None:
     """Makes a group of some of the default group's ranks, in the order given, to be used by its name.
 
     Its members call it together; other ranks may call it too, and are not in the group then.
+
+    Args:
+        group: the new name
+        rank_ids: the members' global ranks, in their order
     """
     if not isinstance(group, str):
         raise TypeError(f"The argument 'group' must be type of string, but got 'group' type : {type(group)}.")
@@ -57,7 +64,11 @@ def create_group(group: str, rank_ids: Sequence[int]) -> None:
 
 
 def destroy_group(group: str) -> None:
-    """Gives a group up that :func:`create_group` made."""
+    """Gives a group up that :func:`create_group` made.
+
+    Args:
+        group: its name
+    """
     if not isinstance(group, str):
         raise TypeError(f"The argument 'group' must be type of string, but got 'group' type : {type(group)}.")
     if group in groups.WORLD_NAMES:
@@ -71,29 +82,65 @@ def destroy_group(group: str) -> None:
 
 
 def get_rank(group: GroupLike = None) -> int:
-    """This process's rank in the group."""
+    """This process's rank in the group.
+
+    Args:
+        group: None for the default group, a name, a torch ProcessGroup or a unisono.Group
+
+    Returns:
+        The rank.
+    """
     return rank_and_size(member("get_rank", group))[0]
 
 
 def get_group_size(group: GroupLike = None) -> int:
-    """The number of ranks in the group."""
+    """The number of ranks in the group.
+
+    Args:
+        group: None for the default group, a name, a torch ProcessGroup or a unisono.Group
+
+    Returns:
+        The number of ranks.
+    """
     return rank_and_size(member("get_group_size", group))[1]
 
 
 def get_local_rank(group: GroupLike = None) -> int:
-    """This process's number among the group's ranks on its host."""
+    """This process's number among the group's ranks on its host.
+
+    Args:
+        group: None for the default group, a name, a torch ProcessGroup or a unisono.Group
+
+    Returns:
+        The number, from 0.
+    """
     found = member("get_local_rank", group)
     here = host_ranks(found)
     return here.index(global_ranks(found)[rank_and_size(found)[0]])
 
 
 def get_local_rank_size(group: GroupLike = None) -> int:
-    """The number of the group's ranks on this process's host."""
+    """The number of the group's ranks on this process's host.
+
+    Args:
+        group: None for the default group, a name, a torch ProcessGroup or a unisono.Group
+
+    Returns:
+        The number of ranks here.
+    """
     return len(host_ranks(member("get_local_rank_size", group)))
 
 
 def get_world_rank_from_group_rank(group: GroupLike, group_rank_id: int) -> int:
-    """The global rank of a rank of the group."""
+    """The global rank of a rank of the group.
+
+    Args:
+        group: None for the default group, a name, a torch ProcessGroup or a unisono.Group
+        group_rank_id: a rank in that group
+
+    Returns:
+        The global rank.
+    """
     ranks = global_ranks(member("get_world_rank_from_group_rank", group))
     if not 0 <= group_rank_id < len(ranks):
         raise ValueError(f"argument 'group_rank_id' must be from 0 to {len(ranks) - 1}, got {group_rank_id}")
@@ -101,10 +148,25 @@ def get_world_rank_from_group_rank(group: GroupLike, group_rank_id: int) -> int:
 
 
 def get_group_rank_from_world_rank(world_rank_id: int, group: GroupLike) -> int:
-    """The rank in the group of a process given by its global rank."""
+    """The rank in the group of a process given by its global rank.
+
+    Args:
+        world_rank_id: a global rank
+        group: None for the default group, a name, a torch ProcessGroup or a unisono.Group
+
+    Returns:
+        Its rank in the group.
+    """
     return group_rank("get_group_rank_from_world_rank", "world_rank_id", world_rank_id, group)
 
 
 def get_process_group_ranks(group: GroupLike = None) -> list[int]:
-    """The global ranks of the group's members, by group rank."""
+    """The global ranks of the group's members, by group rank.
+
+    Args:
+        group: None for the default group, a name, a torch ProcessGroup or a unisono.Group
+
+    Returns:
+        The global ranks.
+    """
     return list(global_ranks(member("get_process_group_ranks", group)))

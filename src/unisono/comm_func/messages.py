@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._core import usual_partner
+from .._core import eager_partner
 from ..base.handle import Handle
 from ..base.tensors import plain
 from ..calls.groups import group_rank, transport
@@ -18,20 +18,47 @@ from .arguments import expect_tensor
 
 
 def send(tensor: Tensor, dst: int = 0, group: GroupLike = None, tag: int = 0) -> None:
-    """Sends a tensor to the rank ``dst`` (a global rank), which receives it with the same tag."""
+    """Sends a tensor to the rank ``dst`` (a global rank), which receives it with the same tag.
+
+    Args:
+        tensor: what is sent
+        dst: the global rank that receives it
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+        tag: the same at both ends
+    """
     found, to = _partner("send", tensor, "dst", dst, group)
     found.send(plain(tensor), to, tag, None, False)
 
 
 def isend(tensor: Tensor, dst: int = 0, group: GroupLike = None, tag: int = 0) -> Handle:
-    """Begins to send a tensor; it must stay as it is until the handle is complete."""
+    """Begins to send a tensor; it must stay as it is until the handle is complete.
+
+    Args:
+        tensor: what is sent
+        dst: the global rank that receives it
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+        tag: the same at both ends
+
+    Returns:
+        A handle; after its ``wait()`` the tensor may change.
+    """
     found, to = _partner("isend", tensor, "dst", dst, group)
     handle: Handle = found.send(plain(tensor), to, tag, None, True)
     return handle
 
 
 def recv(tensor: Tensor, src: int = 0, group: GroupLike = None, tag: int = 0) -> Tensor:
-    """Receives a tensor from the rank ``src`` (a global rank); ``tensor`` says shape and dtype, and stays as it is."""
+    """Receives a tensor from the rank ``src`` (a global rank); ``tensor`` says shape and dtype, and stays as it is.
+
+    Args:
+        tensor: says shape and dtype, and stays as it is
+        src: the global rank that sends it
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+        tag: the same at both ends
+
+    Returns:
+        What was received.
+    """
     found, source = _partner("recv", tensor, "src", src, group)
     out = _new_like(found, tensor)
     found.recv(out, source, tag, None, False)
@@ -39,7 +66,17 @@ def recv(tensor: Tensor, src: int = 0, group: GroupLike = None, tag: int = 0) ->
 
 
 def irecv(tensor: Tensor, src: int = 0, group: GroupLike = None, tag: int = 0) -> tuple[Tensor, Handle]:
-    """Begins to receive a tensor; what is returned holds it when the handle is complete."""
+    """Begins to receive a tensor; what is returned holds it when the handle is complete.
+
+    Args:
+        tensor: says shape and dtype, and stays as it is
+        src: the global rank that sends it
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+        tag: the same at both ends
+
+    Returns:
+        The tensor to be received, valid after the ``wait()`` of the handle, and the handle.
+    """
     found, source = _partner("irecv", tensor, "src", src, group)
     out = _new_like(found, tensor)
     return out, found.recv(out, source, tag, None, True)
@@ -47,7 +84,7 @@ def irecv(tensor: Tensor, src: int = 0, group: GroupLike = None, tag: int = 0) -
 
 def _partner(function: str, tensor: Tensor, argument: str, rank: int, group: GroupLike) -> tuple[Transport, int]:
     """The group's transport, and the partner's rank in the group."""
-    found = usual_partner(group, tensor, rank)
+    found = eager_partner(group, tensor, rank)
     if found is not None:
         return found
     expect_tensor(function, tensor)
@@ -110,7 +147,14 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> tuple[Tensor, ...]:
-    """Sends and receives what the list says, all at once, and returns one tensor per entry: a 0 for what was sent."""
+    """Sends and receives what the list says, all at once, and returns one tensor per entry: a 0 for what was sent.
+
+    Args:
+        p2p_op_list: messages, on all ranks in an order that fits
+
+    Returns:
+        One tensor per entry: what was received, or a 0 for what was sent.
+    """
     if not isinstance(p2p_op_list, list):
         raise TypeError(f"p2p_op_list must be type of list, but got type of {type(p2p_op_list)}.")
     if not p2p_op_list:
@@ -118,15 +162,26 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> tuple[Tensor, ...]:
     for one in p2p_op_list:
         if not isinstance(one, P2POp):
             raise TypeError(f"must be type of P2POp, but got type of {type(one)}")
+    # All are looked at before the first one is sent: what has been sent cannot be taken back.
+    tensors = [
+        torch.empty(one.tensor, dtype=one.recv_dtype) if isinstance(one.tensor, tuple) else one.tensor
+        for one in p2p_op_list
+    ]
+    for one, tensor in zip(p2p_op_list, tensors, strict=True):
+        _partner(one.op, tensor, "src" if one.op == "irecv" else "dst", one.peer, one.group)
     started: list[tuple[Tensor, Handle]] = []
-    for one in p2p_op_list:
-        where = (one.peer, one.group, one.tag)
-        if one.op == "irecv":
-            like = torch.empty(one.tensor, dtype=one.recv_dtype) if isinstance(one.tensor, tuple) else one.tensor
-            started.append(irecv(like, *where))
-        else:
-            assert isinstance(one.tensor, Tensor)
-            started.append((one.tensor.new_zeros(()), isend(one.tensor, *where)))
+    try:
+        for one, tensor in zip(p2p_op_list, tensors, strict=True):
+            where = (one.peer, one.group, one.tag)
+            if one.op == "irecv":
+                started.append(irecv(tensor, *where))
+            else:
+                started.append((tensor.new_zeros(()), isend(tensor, *where)))
+    except BaseException:
+        for one, (_, handle) in zip(p2p_op_list, started, strict=False):
+            if one.op == "irecv":  # or it would take a later message
+                handle._withdraw()
+        raise
     for _, handle in started:
         handle.wait()
     return tuple(tensor for tensor, _ in started)

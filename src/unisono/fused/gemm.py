@@ -21,7 +21,7 @@ from .. import _core
 from ..base import settings
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-FEW_ROWS = 4  # as in core/kernels/gemm.cc: up to here the core reads a weight where it is
+FEW_ROWS = 4  # as in core/kernels/gemm_kernels.h: up to here the core reads a weight where it is
 _BLOCK = 1 << 18  # elements of a 16-bit weight that are turned into float32 at a time: half of a usual L2 cache
 _LONGEST_BLOCK = 255  # as in core/kernels/runs.h
 _MANY_ROWS = 128  # from here on torch's float32 matmul is about as fast as the core in one thread, and can use more

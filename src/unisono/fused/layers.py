@@ -75,19 +75,33 @@ def tensor_parallel(
         logits = model(tokens)          # the same on every rank, and whatever the number of ranks
 
     Gradients do not flow through the layers it makes.
+
+    Args:
+        model: the whole model, the same on every rank; changed in place
+        group: None for the default group, a name, a torch ProcessGroup or a unisono.Group
+        order: None, or "tree"
+        outputs: the last names of the layers that are cut by their outputs
+        inputs: the last names of the layers that are cut by their inputs
+
+    Returns:
+        The same model.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"tensor_parallel: argument 'model' must be a torch.nn.Module, got {type(model).__name__}")
     rank, size, _ = place("tensor_parallel", group)
-    found = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    for name, layer in found:
-        parent, _, last = name.rpartition(".")
+    found = []
+    for name, layer in model.named_modules():
+        last = name.rpartition(".")[2]
         cut = "outputs" if last in outputs else "inputs" if last in inputs else ""
-        if not cut and order is None:
-            continue
-        features = {"outputs": layer.out_features, "inputs": layer.in_features, "": size}[cut]
-        if features % size:
-            raise ValueError(f"layer {name!r}: {features} {cut} do not divide equally between {size} ranks")
-        made = ParallelLinear(layer, group, cut, order, rank, size)
-        setattr(model.get_submodule(parent), last, made)
-    if not any(name.rpartition(".")[2] in (*outputs, *inputs) for name, _ in found):
+        if isinstance(layer, nn.Linear) and (cut or order is not None):
+            found.append((name, layer, cut))
+            features = {"outputs": layer.out_features, "inputs": layer.in_features, "": size}[cut]
+            if features % size:
+                raise ValueError(f"layer {name!r}: {features} {cut} do not divide equally between {size} ranks")
+    if not any(cut for _, _, cut in found):
         raise ValueError(f"no layer to cut: expected one of {', '.join((*outputs, *inputs))}")
+    made = [ParallelLinear(layer, group, cut, order, rank, size) for _, layer, cut in found]
+    for (name, _, _), parallel in zip(found, made, strict=True):  # only now: an error leaves the model as it was
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, parallel)
     return model

@@ -97,6 +97,24 @@ def grouped_matmul_all_reduce(
     ...     return unisono.grouped_matmul_all_reduce(x, weight, group, bias=[torch.ones(3)])[0].tolist()
     >>> run_ranks(2, main)
     [[[13.0, 13.0, 13.0], [13.0, 13.0, 13.0]], [[13.0, 13.0, 13.0], [13.0, 13.0, 13.0]]]
+
+    Args:
+        x: this rank's columns of every x: a list, or one tensor for split_item 1 and 3
+        weight: this rank's rows of every weight; 2-D tensors or PreparedWeights, or one 3-D tensor
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+        bias: one per weight, or None
+        group_list: rows of each group, or their running totals; for split_item 1 and 3
+        split_item: 0 to 3, see the table
+        reduce_op: sum, avg, max or min
+        comm_turn: pieces that are computed and reduced one after the other; 0: chosen
+        bias_mode: "mean": a bias that is the same on all ranks is added once; "sum": every rank's in full
+        residual: shaped like y, the same on all ranks; added at the end
+        scale: multiplies the reduced product
+        backward: "all_reduce", or "identity" where every rank computes the same loss from the result
+        order: None, or "tree" for the same bits on any power of two of ranks
+
+    Returns:
+        A list: one tensor per group, or with split_item 2 and 3 one for all.
     """
     what, options = "grouped_matmul_all_reduce", Options(scale, reduce_op, comm_turn, bias_mode, backward, order)
     return _fused(what, "", x, weight, group, bias, residual, options, None, group_list, split_item)
@@ -122,6 +140,22 @@ def matmul_all_reduce(
 
         rank 0  [[1]] @ [[2, 3]]         [[42, 53]]
         rank 1  [[10]] @ [[4, 5]]    ->  [[42, 53]]
+
+    Args:
+        x: this rank's columns
+        weight: this rank's rows; a tensor or a PreparedWeight
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+        bias: ``[N]``, or None
+        reduce_op: sum, avg, max or min
+        comm_turn: pieces that are computed and reduced one after the other; 0: chosen
+        bias_mode: "mean": a bias that is the same on all ranks is added once; "sum": every rank's in full
+        residual: shaped like the result, the same on all ranks; added at the end
+        scale: multiplies the reduced product
+        backward: "all_reduce", or "identity" where every rank computes the same loss from the result
+        order: None, or "tree" for the same bits on any power of two of ranks
+
+    Returns:
+        The sum, on every rank.
     """
     options = Options(scale, reduce_op, comm_turn, bias_mode, backward, order)
     return _fused("matmul_all_reduce", "", x, weight, group, bias, residual, options, one=True)[0]
@@ -148,6 +182,22 @@ def matmul_reduce_scatter(
 
         split_sizes [1, 2]   rank 0  [[1], [2], [3]] @ [[1, 1]]        [[11, 11]]
                              rank 1  [[1], [2], [3]] @ [[10, 10]]  ->  [[22, 22], [33, 33]]
+
+    Args:
+        x: this rank's columns
+        weight: this rank's rows; a tensor or a PreparedWeight
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+        split_sizes: rows of dimension 0 of each rank; None: all the same
+        bias: ``[N]``, or None
+        reduce_op: sum, avg, max or min
+        comm_turn: pieces that are computed and reduced one after the other; 0: chosen
+        bias_mode: "mean": a bias that is the same on all ranks is added once; "sum": every rank's in full
+        residual: shaped like this rank's result; added at the end
+        scale: multiplies the reduced product
+        order: None, or "tree" for the same bits on any power of two of ranks
+
+    Returns:
+        This rank's rows of the sum.
     """
     what, options = "matmul_reduce_scatter", Options(scale, reduce_op, comm_turn, bias_mode, order=order)
     return _fused(what, "output", x, weight, group, bias, residual, options, split_sizes, one=True)[0]
@@ -173,6 +223,24 @@ def grouped_matmul_reduce_scatter(
 
     ``split_sizes`` has rows of dim 0 per rank: a list for every output (split_item 0 and 1), or one list for the one
     output (split_item 2 and 3); equal if None. ``residual`` is shaped like this rank's results.
+
+    Args:
+        x: as of :func:`grouped_matmul_all_reduce`
+        weight: the same
+        bias: the same
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+        split_sizes: rows of dimension 0 of each rank: a list for every output, or one for the one output
+        group_list: rows of each group, or their running totals; for split_item 1 and 3
+        split_item: 0 to 3, see the table of :func:`grouped_matmul_all_reduce`
+        reduce_op: sum, avg, max or min
+        comm_turn: pieces that are computed and reduced one after the other; 0: chosen
+        bias_mode: "mean": a bias that is the same on all ranks is added once; "sum": every rank's in full
+        residual: shaped like this rank's results; added at the end
+        scale: multiplies the reduced product
+        order: None, or "tree" for the same bits on any power of two of ranks
+
+    Returns:
+        A list: this rank's rows of every output.
     """
     what, options = "grouped_matmul_reduce_scatter", Options(scale, reduce_op, comm_turn, bias_mode, order=order)
     return _fused(what, "output", x, weight, group, bias, residual, options, split_sizes, group_list, split_item)
@@ -197,6 +265,19 @@ def all_gather_matmul(
                              rank 1  [[2], [3]],   weight [[10]]      ->  [[10], [20], [30]]
 
     The gradient of x is summed over the ranks.
+
+    Args:
+        x: this rank's rows
+        weight: this rank's columns; a tensor or a PreparedWeight
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+        split_sizes: rows of dimension 0 of each rank; None: all the same
+        bias: ``[N]``, added in full
+        residual: shaped like the result; added at the end
+        scale: multiplies the reduced product
+        order: None, or "tree" for the same bits on any power of two of ranks
+
+    Returns:
+        All rows times this rank's weight.
     """
     what, options = "all_gather_matmul", Options(scale, order=order)
     return _fused(what, "x", x, weight, group, bias, residual, options, split_sizes, one=True)[0]
@@ -219,6 +300,21 @@ def all_gather_grouped_matmul(
 
     ``split_sizes`` has rows of dim 0 per rank: a list for every x (split_item 0 and 2), or one list for the one x
     (split_item 1 and 3); equal if None. ``group_list`` speaks of the gathered rows. The bias is added in full.
+
+    Args:
+        x: this rank's rows of every x: a list, or one tensor for split_item 1 and 3
+        weight: as of :func:`grouped_matmul_all_reduce`
+        bias: the same
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+        split_sizes: rows of dimension 0 of each rank: a list for every x, or one for the one x
+        group_list: rows of each group, or their running totals; for split_item 1 and 3
+        split_item: 0 to 3, see the table of :func:`grouped_matmul_all_reduce`
+        residual: shaped like the results; added at the end
+        scale: multiplies the reduced product
+        order: None, or "tree" for the same bits on any power of two of ranks
+
+    Returns:
+        A list: one tensor per group, or with split_item 2 and 3 one for all.
     """
     what, options = "all_gather_grouped_matmul", Options(scale, order=order)
     return _fused(what, "x", x, weight, group, bias, residual, options, split_sizes, group_list, split_item)

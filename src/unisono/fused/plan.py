@@ -209,15 +209,13 @@ def _check_matrices(x: tuple[Shape, ...], weight: tuple[Shape, ...], group_list:
         raise ValueError(
             f"When split_item = {split_item}, the num of x tensors must equal 1, "
             "and the num of weight tensors is supposed to equal the length of group_list\n"
-            f"{got}, {entries} entries in group_list"
-            + ("; pass split_item=0 for a list of results, 2 for one" if len(x) == len(weight) and not entries else "")
+            f"{got}, {entries} entries in group_list" + _cure(len(x), len(weight), entries)
         )
     if not one_x and (len(x) != len(weight) or entries):
         raise ValueError(
             "When split_item = 0 or 2, the num of x tensors must equal the num of weight tensors, "
             "and there is supposed not to be group_list input\n"
-            f"{got}, group_list {group_list and list(group_list)}"
-            + ("; pass split_item=1 for a list of results, 3 for one" if len(x) == 1 and entries else "")
+            f"{got}, group_list {group_list and list(group_list)}" + _cure(len(x), len(weight), entries)
         )
     for i, shape in enumerate(x):
         if len(shape) < 2 or (split_item != 0 and len(shape) > 2):
@@ -230,6 +228,21 @@ def _check_matrices(x: tuple[Shape, ...], weight: tuple[Shape, ...], group_list:
                 f"group {i}: the columns of x[{which}] must match the rows of weight[{i}], "
                 f"got x {list(x[which])} and weight {list(weight[i])}: {x[which][-1]} against {k}"
             )
+
+
+def _cure(x: int, weights: int, entries: int) -> str:
+    """What the numbers of tensors and of entries in group_list would be right for."""
+    if x == weights and not entries:
+        return "; pass split_item=0 for a list of results, 2 for one"
+    if x == 1 and entries == weights:
+        return "; pass split_item=1 for a list of results, 3 for one"
+    if x == 1 and not entries:
+        return f"; pass group_list, the rows of each of the {weights} groups, and split_item=1 or 3"
+    if x == 1:
+        return f"; pass as many weights as there are groups, {entries}, or a group_list of {weights} entries"
+    if x == weights:
+        return "; pass no group_list and split_item=0 or 2, or one x with all rows and split_item=1 or 3"
+    return "; pass one x per weight with split_item=0 or 2, or one x, group_list and split_item=1 or 3"
 
 
 def _split(of: str, shapes: tuple[Shape, ...], splits: Splits, rank: int, size: int) -> tuple[tuple[Shape, ...], Shape]:

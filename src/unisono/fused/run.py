@@ -81,12 +81,14 @@ def run(
     if residual is not None and plan.counts and not is_shared(residual):
         residual = _copy(transport, residual)
     cut = plan.pieces(pieces or _pieces_for(transport, plan, dtype))
+    in_place = out.dtype is dtype and not plan.counts  # products become sums where they are
     largest = max(piece.count for piece in cut)
     scratch, handles, done = None, [], 0
     for piece in cut:
-        scratch = _new(transport, like, largest, dtype) if scratch is None else scratch
-        products = compute(piece, scratch[: piece.count])
         end = done + own_count(piece.counts, rank, size, piece.count)
+        if scratch is None and not in_place:
+            scratch = _new(transport, like, largest, dtype)
+        products = compute(piece, out[done:end] if scratch is None else scratch[: piece.count])
         extra = None if residual is None else residual[done:end]
         handle = _reduce(transport, plan, products, out[done:end], reduce_op, scale, extra, piece.counts)
         if handle is not None:

@@ -27,12 +27,12 @@ from ..base.counter import Counter, number_of
 from ..base.errors import ClosedError, MismatchError
 from ..base.handle import Handle
 from ..base.kept import Inherited
+from ..base.ops import Op
 from . import rendezvous, survivors
 
 Tensors: TypeAlias = Tensor | Sequence[Tensor]
 Counts: TypeAlias = Sequence[int] | None
 Seconds: TypeAlias = float | None
-Op: TypeAlias = "str | torch.distributed.ReduceOp | torch.distributed.ReduceOp.RedOpType"
 
 _LINGER_S = 0.2  # how long close() waits for the others to close too
 _open_groups: weakref.WeakSet[Group] = weakref.WeakSet()
@@ -95,8 +95,19 @@ class Group:
     ) -> Group:
         """Joins a group through a torch Store; every rank calls this with the same store, size, ranks and name.
 
-        ``ranks`` are the numbers the members have elsewhere, in a world they come from, and become ``group.ranks``;
-        0 … size-1 if None. Ranks that were told different sizes or lists get MismatchError.
+        Ranks that were told different sizes or lists get MismatchError.
+
+        Args:
+            store: any torch Store that all ranks reach
+            rank: this process's number, from 0
+            size: how many ranks there are
+            ranks: the numbers the members have elsewhere, in a world they come from; they become ``group.ranks``. None:
+                0 … size-1
+            name: what errors call the group; another name is another group on the same store
+            timeout_s: seconds for joining, and for every later call that has no limit of its own; None: UNISONO_TIMEOUT
+
+        Returns:
+            The group.
         """
         limit = settings.timeout_s if timeout_s is None else timeout_s
         comm = rendezvous.meet(store, rank, size, ranks, name, limit, time.monotonic() + limit)
@@ -104,10 +115,19 @@ class Group:
 
     @classmethod
     def from_env(cls, *, name: str = "world", timeout_s: Seconds = None) -> Group:
-        """Joins the group of all ranks that torchrun (or the same environment variables) describes."""
+        """Joins the group of all ranks that torchrun (or the same environment variables) describes.
+
+        Args:
+            name: what errors call the group
+            timeout_s: seconds for joining, and for every later call that has no limit of its own; None: UNISONO_TIMEOUT
+
+        Returns:
+            The group.
+        """
         if missing := rendezvous.missing_variables():
             raise ValueError(
-                f"{missing} not set: start the ranks with torchrun, or make the group with Group.from_store"
+                f"{missing} not set: start the ranks by `torchrun --nproc-per-node=2 script.py`, "
+                "or make the group with Group.from_store; tests and notebooks: unisono.testing.run_ranks"
             )
         limit = settings.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
@@ -122,6 +142,14 @@ class Group:
 
             rank 0, 2: group.split([0, 2])   ->  ranks 0 and 1 of one new group
             rank 1, 3: group.split([3, 1])   ->  rank 3 is 0, rank 1 is 1 of another
+
+        Args:
+            ranks: the members of the group this rank wants to be in, or None
+            name: what errors call the new group; the same on its members
+            timeout_s: the new group's limit; None: as this group's
+
+        Returns:
+            The new group, or None where ``ranks`` is None.
         """
         members = [] if ranks is None else [int(r) for r in ranks]
         if ranks is not None:
@@ -179,9 +207,15 @@ class Group:
             rank 1 of 0, 1, 2 dies     rank 0:  new, lost = group.shrink()  ->  rank 0 of 2, [1]
                                        rank 2:  new, lost = group.shrink()  ->  rank 1 of 2, [1]
 
-        It needs no store, so it does not matter which rank had that. ``exclude`` are ranks to leave out although they
-        are alive, such as stopped ones, the same on all callers. A rank that lives and does not call it is waited for
-        until the deadline. What the lost ranks have kept (:func:`unisono.keep`) is in :meth:`inherit` of the new group.
+        It needs no store, so it does not matter which rank had that. What the lost ranks have kept
+        (:func:`unisono.keep`) is in :meth:`inherit` of the new group.
+
+        Args:
+            exclude: ranks to leave out although they are alive, such as stopped ones; the same on all callers
+            timeout_s: how long to wait for a rank that lives and does not call it; None: the group's limit
+
+        Returns:
+            The group of the survivors, and the ranks of this group that are not in it.
         """
         return self._shrink(exclude, timeout_s, strict=False)
 
@@ -194,7 +228,14 @@ class Group:
         return new, sorted(found.estates)
 
     def inherit(self, rank: int) -> dict[str, Inherited]:
-        """What a lost rank has kept, by name: see :class:`Inherited`. ``rank`` is one of those :meth:`shrink` named."""
+        """What a lost rank has kept, by name: see :class:`Inherited`.
+
+        Args:
+            rank: one of those that :meth:`shrink` named
+
+        Returns:
+            By name, what that rank kept: its tensor, its step, and whether it is whole.
+        """
         if rank not in self._estates:
             raise ValueError(f"argument 'rank' must be one of the lost ranks {sorted(self._estates)}, got {rank}")
         return survivors.read_estate(self, rank, self._estates[rank])
@@ -210,7 +251,11 @@ class Group:
             comm.close(reason, linger_s)
 
     def abort(self, reason: str = "") -> None:
-        """Gives the group up on all ranks: whoever waits in it, or calls it later, gets AbortedError."""
+        """Gives the group up on all ranks: whoever waits in it, or calls it later, gets AbortedError.
+
+        Args:
+            reason: for the error's text
+        """
         self.transport.abort(f"rank {self.rank} aborted" + (f": {reason}" if reason else ""))
 
     def __enter__(self) -> Group:
@@ -223,7 +268,11 @@ class Group:
         return f"<unisono.Group {self.name!r} rank {self.rank} of {self.size}>"
 
     def rename(self, name: str) -> None:
-        """Changes what errors call this group, on this rank."""
+        """Changes what errors call this group, on this rank.
+
+        Args:
+            name: the new name
+        """
         self.transport.rename(name)
         self.name = name
 
@@ -262,7 +311,16 @@ class Group:
 
         Autograd does not see it; :func:`unisono.comm_func.all_reduce` has a gradient.
 
-        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
+        Args:
+            tensor: this rank's part, and the result if there is no ``out``
+            op: sum, avg, product, min, max, band, bor, bxor or premul_sum, or a torch ReduceOp
+            out: where the result goes; ``tensor`` then stays as it is
+            factor: what premul_sum multiplies by
+            async_op: True: return a Handle at once; read no result and change no input before its ``wait()``
+            timeout_s: seconds until CollectiveTimeoutError; None: the group's limit
+
+        Returns:
+            None, or with ``async_op=True`` a Handle.
         """
         return self.transport.all_reduce(tensor, out, op, factor, timeout_s, async_op)  # type: ignore[no-any-return]
 
@@ -279,7 +337,17 @@ class Group:
     ) -> Handle | None:
         """Combines a tensor over all ranks into the root's tensor (or its ``out``); the others' stay as they are.
 
-        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
+        Args:
+            tensor: this rank's part
+            root: the group rank of the root
+            op: sum, avg, product, min, max, band, bor, bxor or premul_sum, or a torch ReduceOp
+            out: where the root's result goes, instead of ``tensor``
+            factor: what premul_sum multiplies by
+            async_op: True: return a Handle at once; read no result and change no input before its ``wait()``
+            timeout_s: seconds until CollectiveTimeoutError; None: the group's limit
+
+        Returns:
+            None, or with ``async_op=True`` a Handle.
         """
         return self.transport.reduce(tensor, root, out, op, factor, timeout_s, async_op)  # type: ignore[no-any-return]
 
@@ -288,7 +356,14 @@ class Group:
     ) -> Handle | None:
         """Copies the root's tensor into every other rank's.
 
-        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
+        Args:
+            tensor: what is sent, or overwritten
+            root: the group rank of the root
+            async_op: True: return a Handle at once; read no result and change no input before its ``wait()``
+            timeout_s: seconds until CollectiveTimeoutError; None: the group's limit
+
+        Returns:
+            None, or with ``async_op=True`` a Handle.
         """
         return self.transport.broadcast(tensor, root, None, timeout_s, async_op)  # type: ignore[no-any-return]
 
@@ -306,9 +381,15 @@ class Group:
             counts [1, 2]   rank 0  [1]         [1, 10, 20]
                             rank 1  [10, 20]    [1, 10, 20]
 
-        ``output`` is one tensor, or a list of one tensor per rank. The input may be this rank's own part of the output.
+        Args:
+            output: one tensor for everything, or a list of one tensor per rank
+            input: what this rank gives; may be its own part of the output
+            counts: elements (not rows) of each rank; None: all the same
+            async_op: True: return a Handle at once; read no result and change no input before its ``wait()``
+            timeout_s: seconds until CollectiveTimeoutError; None: the group's limit
 
-        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
+        Returns:
+            None, or with ``async_op=True`` a Handle.
         """
         return self.transport.all_gather(output, input, counts, timeout_s, async_op)  # type: ignore[no-any-return]
 
@@ -328,9 +409,17 @@ class Group:
             counts [1, 2]   rank 0  [1, 2, 3]        [11]
                             rank 1  [10, 20, 30]     [22, 33]
 
-        ``input`` is one tensor, or a list of one tensor per rank. The output may be this rank's own part of the input.
+        Args:
+            output: this rank's part of the result; may be its own part of the input
+            input: one tensor, or a list of one tensor per rank
+            counts: elements (not rows) of each rank's part; None: all the same
+            op: sum, avg, product, min, max, band, bor, bxor or premul_sum, or a torch ReduceOp
+            factor: what premul_sum multiplies by
+            async_op: True: return a Handle at once; read no result and change no input before its ``wait()``
+            timeout_s: seconds until CollectiveTimeoutError; None: the group's limit
 
-        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
+        Returns:
+            None, or with ``async_op=True`` a Handle.
         """
         return self.transport.reduce_scatter(output, input, counts, op, factor, timeout_s, async_op)  # type: ignore[no-any-return]
 
@@ -346,7 +435,16 @@ class Group:
     ) -> Handle | None:
         """Puts every rank's input behind one another on the root; ``output`` and ``counts`` are read there only.
 
-        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
+        Args:
+            output: on the root one tensor, or a list of one per rank; None elsewhere
+            input: what this rank gives
+            root: the group rank of the root
+            counts: on the root, elements of each rank; None: all the same
+            async_op: True: return a Handle at once; read no result and change no input before its ``wait()``
+            timeout_s: seconds until CollectiveTimeoutError; None: the group's limit
+
+        Returns:
+            None, or with ``async_op=True`` a Handle.
         """
         return self.transport.gather(output, input, root, counts, timeout_s, async_op)  # type: ignore[no-any-return]
 
@@ -362,7 +460,16 @@ class Group:
     ) -> Handle | None:
         """Gives each rank its part of the root's input; ``input`` and ``counts`` are read on the root only.
 
-        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
+        Args:
+            output: what this rank gets
+            input: on the root one tensor, or a list of one per rank; None elsewhere
+            root: the group rank of the root
+            counts: on the root, elements of each rank; None: all the same
+            async_op: True: return a Handle at once; read no result and change no input before its ``wait()``
+            timeout_s: seconds until CollectiveTimeoutError; None: the group's limit
+
+        Returns:
+            None, or with ``async_op=True`` a Handle.
         """
         return self.transport.scatter(output, input, root, counts, timeout_s, async_op)  # type: ignore[no-any-return]
 
@@ -381,16 +488,28 @@ class Group:
             rank 0  [1, 2]         [1, 10]
             rank 1  [10, 20]   ->  [2, 20]
 
-        Counts are elements per rank, equal if None.
+        Args:
+            output: one tensor, or a list of one per rank
+            input: one tensor, or a list of one per rank
+            output_counts: elements that come from each rank; None: all the same
+            input_counts: elements that go to each rank; None: all the same
+            async_op: True: return a Handle at once; read no result and change no input before its ``wait()``
+            timeout_s: seconds until CollectiveTimeoutError; None: the group's limit
 
-        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
+        Returns:
+            None, or with ``async_op=True`` a Handle.
         """
         return self.transport.all_to_all(output, input, output_counts, input_counts, timeout_s, async_op)  # type: ignore[no-any-return]
 
     def barrier(self, *, async_op: bool = False, timeout_s: Seconds = None) -> Handle | None:
         """Returns when every rank has called it.
 
-        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
+        Args:
+            async_op: True: return a Handle at once, whose ``wait()`` waits for the others
+            timeout_s: seconds until CollectiveTimeoutError; None: the group's limit
+
+        Returns:
+            None, or with ``async_op=True`` a Handle.
         """
         return self.transport.barrier(timeout_s, async_op)
 
@@ -399,16 +518,32 @@ class Group:
     ) -> Handle | None:
         """Sends a tensor to one rank. Messages with the same tag arrive in order; up to 64 KiB it does not wait.
 
-        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
+        Args:
+            tensor: what is sent
+            dst: the group rank that receives it
+            tag: the receiver's must be the same
+            async_op: True: return a Handle at once; read no result and change no input before its ``wait()``
+            timeout_s: seconds until CollectiveTimeoutError; None: the group's limit
+
+        Returns:
+            None, or with ``async_op=True`` a Handle.
         """
         return self.transport.send(tensor, dst, tag, timeout_s, async_op)
 
     def recv(
         self, tensor: Tensor, src: int | None = None, tag: int = 0, *, async_op: bool = False, timeout_s: Seconds = None
     ) -> Handle | int:
-        """Receives a tensor of the same size and dtype from ``src``, or from anyone; returns the rank it came from.
+        """Receives a tensor of the same size and dtype from ``src``, or from anyone.
 
-        With ``async_op=True`` it returns a Handle at once: read no result and change no input before its ``wait()``.
+        Args:
+            tensor: what is overwritten; as many elements, and the same dtype, as was sent
+            src: the group rank that sends; None: any
+            tag: the sender's must be the same
+            async_op: True: return a Handle at once; read no result and change no input before its ``wait()``
+            timeout_s: seconds until CollectiveTimeoutError; None: the group's limit
+
+        Returns:
+            The rank it came from, or with ``async_op=True`` a Handle.
         """
         return self.transport.recv(tensor, src, tag, timeout_s, async_op)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import weakref
 from typing import Any, TypeAlias
 
@@ -44,14 +45,14 @@ GroupLike: TypeAlias = Group | ProcessGroup | str | None
 WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group", "world")
 
 _named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-_elsewhere: set[str] = set()  # names of groups this process is not in
+_elsewhere: dict[str, Any] = {}  # names of groups this process is not in -> weakly, the default group they are of
 
 
 def remember(name: str, group: ProcessGroup | Group | None) -> None:
     """Lets :func:`resolve` find a group by this name, as long as the group lives; None: this process is not in it."""
     forget(name)
     if group is None:
-        _elsewhere.add(name)
+        _elsewhere[name] = weakref.ref(default_group())
     else:
         _named[name] = group
 
@@ -59,25 +60,30 @@ def remember(name: str, group: ProcessGroup | Group | None) -> None:
 def forget(name: str) -> None:
     """Undoes :func:`remember`."""
     _named.pop(name, None)
-    _elsewhere.discard(name)
+    _elsewhere.pop(name, None)
 
 
 def is_known(name: str) -> bool:
     """Says whether :func:`remember` was given this name."""
-    return name in _named or name in _elsewhere
+    return name in _named or _is_elsewhere(name)
+
+
+def _is_elsewhere(name: str) -> bool:
+    world = _elsewhere.get(name, lambda: None)()
+    return world is not None and world is GroupMember.WORLD
 
 
 def default_group() -> ProcessGroup:
     """The default process group; under torchrun, if there never was one, makes one on unisono, and says so."""
     if not dist.is_initialized():
         lacking = "Default process group has not been initialized, please make sure to call init_process_group."
+        if _was_initialized():
+            raise ValueError(f"{lacking}\n  (it was destroyed)")
         if missing := rendezvous.missing_variables():
             raise ValueError(
                 f"{lacking}\n  ({missing} not set: start the ranks by `torchrun --nproc-per-node=2 script.py`, "
                 "and unisono makes the default group itself)"
             )
-        if _was_initialized():
-            raise ValueError(f"{lacking}\n  (it was destroyed)")
         dist.init_process_group("unisono")
         if dist.get_rank() == 0:
             logger.warning("no default process group: made one, as init_process_group('unisono') does")
@@ -87,8 +93,12 @@ def default_group() -> ProcessGroup:
 
 
 def _was_initialized() -> bool:
-    """Whether this process had a default group before: torch keeps how the last one was made."""
-    return distributed_c10d._default_pg_init_method is not None
+    """Whether this process had a default group before.
+
+    torch keeps how the last one was made, and for one made from a store the hook that puts the rank before tracebacks.
+    """
+    hook = getattr(sys.excepthook, "__qualname__", "")
+    return distributed_c10d._default_pg_init_method is not None or hook.startswith("init_process_group.")
 
 
 def resolve(group: GroupLike) -> ProcessGroup | Group | None:
@@ -107,7 +117,7 @@ def resolve(group: GroupLike) -> ProcessGroup | Group | None:
         found = _named.get(group)
         if found is not None:
             return found  # type: ignore[no-any-return]
-        if group in _elsewhere:
+        if _is_elsewhere(group):
             return None
         if group in WORLD_NAMES:
             return default_group()

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..base.errors import UnisonoError
+from ..base.counter import number_of
+from ..base.errors import HeapMemoryError, MismatchError, UnisonoError
 from ..base.tensors import empty
 from .group import Group
 
@@ -46,18 +47,39 @@ class SharedGather:
         kind = dtype or torch.get_default_dtype()
         # At least a page each: smaller tensors share pages, and a failure elsewhere may make a page private.
         room = max(math.prod(shape), -(-mmap.PAGESIZE // kind.itemsize))
+        self._compare(kind, tail)
         places = torch.zeros(2, dtype=torch.int64)
         if group.rank == 0:
-            self._outputs = [empty(room, dtype=kind)[: math.prod(shape)].view(shape) for _ in range(2)]
+            try:
+                self._outputs = [empty(room, dtype=kind)[: math.prod(shape)].view(shape) for _ in range(2)]
+            except UnisonoError:
+                group.broadcast(places.fill_(-1), 0)
+                raise
             for i, output in enumerate(self._outputs):
                 places[i] = group.transport.offset_of(output) if output.numel() else 0
         group.broadcast(places, 0)
+        if places[0] < 0:
+            raise HeapMemoryError(f'SharedGather in group "{group.name}": rank 0 has no memory for the buffers')
         if group.rank != 0:
             parts = [group.transport.peer_bytes(0, at, math.prod(shape) * kind.itemsize) for at in places.tolist()]
             self._outputs = [part.view(kind).reshape(shape) for part in parts]
         self._begin = sum(self.counts[: group.rank])
         self._turn = 0
         self._failure: Exception | None = None
+
+    def _compare(self, dtype: torch.dtype, tail: tuple[int, ...]) -> None:
+        """Raises on all ranks unless all were asked for the same: every rank writes where its own numbers say."""
+        group = self._group
+        asked = torch.empty(group.size, dtype=torch.int64)
+        group.all_gather(asked, torch.tensor([number_of(self.counts, tail, str(dtype))]))
+        differing = [r for r in range(group.size) if asked[r] != asked[0]]
+        if differing:
+            error = MismatchError(
+                f'SharedGather in group "{group.name}": ranks {differing} were asked for something else than rank 0; '
+                f"rank {group.rank}: counts {self.counts}, tail {tail}, {dtype}"
+            )
+            error.op, error.group, error.rank, error.peers = "SharedGather", group.name, group.rank, tuple(differing)
+            raise error
 
     @property
     def input(self) -> torch.Tensor:
@@ -67,7 +89,14 @@ class SharedGather:
         return self._outputs[self._turn][self._begin : self._begin + self.counts[self._group.rank]]
 
     def gather(self, *, timeout_s: float | None = None) -> torch.Tensor:
-        """Waits until every rank has called it, then returns the whole; no byte is moved."""
+        """Waits until every rank has called it, then returns the whole; no byte is moved.
+
+        Args:
+            timeout_s: seconds until CollectiveTimeoutError; None: the group's limit
+
+        Returns:
+            The whole, in memory that all ranks share.
+        """
         if self._failure is not None:
             raise self._failure
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -33,7 +34,13 @@ def agree(group: Group, exclude: Sequence[int], limit_s: float, strict: bool) ->
     """
     deadline = time.monotonic() + limit_s
     found = Survivors(group.size)
-    comm, excluded = group.transport, sorted({int(r) for r in exclude})
+    try:
+        excluded = sorted({operator.index(r) for r in exclude})
+    except TypeError:
+        raise TypeError(f"argument 'exclude' must be a list of ranks, got {exclude!r}") from None
+    comm = group.transport
+    if not hasattr(comm, "agree"):
+        raise ValueError(f'group "{group.name}" cannot shrink: that takes ranks of one host on shared memory')
     rounds = 0
     while True:
         members, numbers = _agree_once(comm, excluded, max(0.001, deadline - time.monotonic()))

@@ -13,7 +13,7 @@ import mindspore
 import torch
 
 from .. import comm_func as _torch
-from ..comm_func import (
+from ..comm_func import (  # noqa: F401  (names of __all__)
     GlobalComm,
     barrier,
     create_group,
@@ -26,26 +26,10 @@ from ..comm_func import (
     get_rank,
     get_world_rank_from_group_rank,
     init,
+    members,
 )
 from .calls import lifted
 from .tensors import from_torch, to_torch
-
-#: Functions that take tensors.
-COLLECTIVES = (
-    "all_gather_into_tensor",
-    "all_gather_into_tensor_uneven",
-    "all_reduce",
-    "all_to_all_single_with_output_shape",
-    "all_to_all_v_c",
-    "all_to_all_with_output_shape",
-    "broadcast",
-    "gather_into_tensor",
-    "reduce",
-    "reduce_scatter_tensor",
-    "reduce_scatter_tensor_uneven",
-    "scatter_tensor",
-)
-MESSAGES = ("irecv", "isend", "recv", "send")
 
 all_gather_into_tensor = lifted(_torch.all_gather_into_tensor)
 all_gather_into_tensor_uneven = lifted(_torch.all_gather_into_tensor_uneven)
@@ -87,51 +71,8 @@ def release() -> None:
         torch.distributed.destroy_process_group()
 
 
-#: Names of ``mindspore.communication``.
-MEMBERS = (
-    "create_group",
-    "destroy_group",
-    "get_group_rank_from_world_rank",
-    "get_group_size",
-    "get_local_rank",
-    "get_local_rank_size",
-    "get_process_group_ranks",
-    "get_rank",
-    "get_world_rank_from_group_rank",
-    "init",
-    "release",
-)
+__all__ = ["release"]
+__all__ += _torch.__all__
 
-__all__ = [
-    "GlobalComm",
-    "P2POp",
-    "all_gather_into_tensor",
-    "all_gather_into_tensor_uneven",
-    "all_reduce",
-    "all_to_all_single_with_output_shape",
-    "all_to_all_v_c",
-    "all_to_all_with_output_shape",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "create_group",
-    "destroy_group",
-    "gather_into_tensor",
-    "get_group_rank_from_world_rank",
-    "get_group_size",
-    "get_local_rank",
-    "get_local_rank_size",
-    "get_process_group_ranks",
-    "get_rank",
-    "get_world_rank_from_group_rank",
-    "init",
-    "irecv",
-    "isend",
-    "recv",
-    "reduce",
-    "reduce_scatter_tensor",
-    "reduce_scatter_tensor_uneven",
-    "release",
-    "scatter_tensor",
-    "send",
-]
+#: Names of ``mindspore.communication``, about groups and ranks; all others are ``comm_func``'s.
+MEMBERS = ("release", *(name for name in _torch.__all__ if name != "GlobalComm" and hasattr(members, name)))

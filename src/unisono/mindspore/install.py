@@ -16,7 +16,7 @@ def install() -> None:
     before every program.
     """
     theirs = import_module("mindspore.communication.comm_func")
-    for name in (*comm_func.COLLECTIVES, *comm_func.MESSAGES, "P2POp", "barrier", "batch_isend_irecv"):
+    for name in set(comm_func.__all__).difference(comm_func.MEMBERS, ["GlobalComm"]):
         if hasattr(theirs, name) or name in _OURS_ONLY:
             setattr(theirs, name, getattr(comm_func, name))
     for module in ("mindspore.communication", "mindspore.communication.management"):

@@ -85,13 +85,24 @@ def run_ranks(
 
     `fn`, `args` and the results travel by pickle, so `fn` is a function at the top level of a module; one typed into a
     notebook or at the prompt goes by value, if cloudpickle is installed (`pip install "unisono[notebook]"`). A rank
-    starts with this process's environment (and `env` on top), folder, import path, stdout and stderr, with an
-    empty stdin, and `num_threads` threads in torch.
+    starts with this process's environment, folder, import path, stdout and stderr, and an empty
+    stdin.
 
-    If ranks fail, `RanksFailed` shows every rank's traceback, exit code or signal; with `check=False` a
-    `RankFailure` stands in that rank's place in the list instead. After the first failure the others have
-    `grace_s` to end by themselves. The whole run ends after `timeout_s`; the group's own deadline is
-    `group_timeout_s`, three quarters of that unless told.
+    If ranks fail, `RanksFailed` shows every rank's traceback, exit code or signal.
+
+    Args:
+        n: how many ranks
+        fn: called on every rank with its group and `args`
+        *args: the same on every rank
+        timeout_s: the whole run ends after that
+        grace_s: how long the others have to end by themselves after the first failure
+        group_timeout_s: the limit of the group's calls; None: three quarters of `timeout_s`
+        num_threads: threads of torch in a rank
+        env: environment variables on top of this process's
+        check: False: no `RanksFailed`; a `RankFailure` stands in a failed rank's place in the list
+
+    Returns:
+        What `fn` returned, by rank.
     """
     call = _pickle_call(fn, args)
     group_timeout_s = 0.75 * timeout_s if group_timeout_s is None else group_timeout_s

@@ -4,7 +4,7 @@
         hosts.run(["ip", "address"], host=1)
         run_on_hosts([2, 2], train, 10, hosts=hosts)
 
-Each host is a network namespace of its own with `lo` and `eth0`; the other ends of the `eth0`s are ports of a bridge
+Each host is a network namespace of its own with `lo` and `eth0`; the other end of each `eth0` is a port of a bridge
 in one more namespace, the switch. Abstract Unix sockets belong to a network namespace, so ranks of different hosts
 cannot share memory here either.
 
@@ -226,9 +226,11 @@ def run_on_hosts(
 class HostPool(RankPool):
     """Ranks on hosts that stay, for many short calls; each is as one of `run_on_hosts`, without a group::
 
-    with Hosts(2, rate="1G") as hosts, HostPool([2, 2], hosts=hosts) as pool:
-        pool.run(start, "gloo")           # def start(backend): dist.init_process_group(backend)
-        pool.run(reduce_something, 1000)
+        with Hosts(2, rate="1G") as hosts, HostPool([2, 2], hosts=hosts) as pool:
+            pool.run(start, "gloo")           # def start(backend): dist.init_process_group(backend)
+            pool.run(reduce_something, 1000)
+
+    The ranks end with the pool.
     """
 
     def __init__(
@@ -247,10 +249,19 @@ class HostPool(RankPool):
 
 def sent_by(namespaces: Sequence[str]) -> list[int]:
     """As `Hosts.sent_bytes`, from any process, by paths of the hosts' namespaces."""
+    return _count_by(namespaces, _count_sent)
+
+
+def repeated_by(namespaces: Sequence[str]) -> list[int]:
+    """Segments that TCP on each host has sent again so far, because their acknowledgement was lost or late."""
+    return _count_by(namespaces, _count_repeated)
+
+
+def _count_by(namespaces: Sequence[str], count: Callable[[], int]) -> list[int]:
     counts = []
     for path in namespaces:
         with open(path) as file:
-            counts.append(_inside(file.fileno(), _count_sent))
+            counts.append(_inside(file.fileno(), count))
     return counts
 
 
@@ -333,6 +344,12 @@ def _count_sent() -> int:
             if name.strip() == INTERFACE:
                 return int(fields.split()[8])
     raise OSError(f"{INTERFACE} is not there")
+
+
+def _count_repeated() -> int:
+    with open("/proc/thread-self/net/snmp", encoding="ascii") as file:
+        names, values = (line.split() for line in file if line.startswith("Tcp:"))
+    return int(values[names.index("RetransSegs")])
 
 
 def _free_port() -> int:

@@ -30,7 +30,7 @@ from typing import Any
 from unisono.testing import rank_main
 from unisono.testing.fork_server import STACK_SIGNAL
 
-_NURSERY_START_S = 300.0  # importing torch from a cold disk
+_FORK_SERVER_START_S = 300.0  # importing torch from a cold disk
 _KILL_S = 1.0  # between SIGTERM and SIGKILL
 
 
@@ -62,9 +62,9 @@ class ForkServer:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         script = str(Path(__file__).with_name("fork_server.py"))
         with theirs:
-            command = [sys.executable, script, str(theirs.fileno()), json.dumps(sys.path)]
+            command = [sys.executable, script, str(theirs.fileno()), json.dumps(list(map(str, sys.path)))]
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        self.control.settimeout(_NURSERY_START_S)
+        self.control.settimeout(_FORK_SERVER_START_S)
         try:
             ready = self.control.recv(16)
         except TimeoutError:
@@ -188,7 +188,8 @@ class Rank:
     def is_stopped(self) -> bool:
         try:
             # After the name, which is in parentheses and may hold anything, comes the state.
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+            text = Path(f"/proc/{self.pid}/stat").read_text(errors="replace")
+            return text.rpartition(")")[2].split()[0] in ("T", "t")
         except OSError:
             return False
 
@@ -219,7 +220,7 @@ class Ranks:
         setting = {
             "size": n,
             "folder": os.getcwd(),
-            "path": sys.path,
+            "path": list(map(str, sys.path)),
             "argv": sys.argv,
             "env": {**os.environ, **(env or {})},
             "places": places,

@@ -301,11 +301,7 @@ class ProcessGroupAdapter(AboutGroup):
 
     def _end_coalescing(self, device: torch.device) -> Work:
         works, self._batch = self._batch or [], None
-        return Work(
-            [handle for work in works for handle in work._handles],
-            [work._outputs for work in works],
-            after=[step for work in works for step in work._after],
-        )
+        return Work.joined(works)
 
 
 def _record(name: str, calls: Sequence[tuple[Any, ...]]) -> Callable[[], None]:

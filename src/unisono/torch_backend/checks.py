@@ -102,13 +102,6 @@ def all_reduce_coalesced(tensors: Sequence[Tensor]) -> None:
         raise refuse(name, "unsupported layout")
 
 
-def rooted(name: str, parts: Any, part: Tensor, is_root: bool) -> None:
-    """The parts of a gather or scatter: on the root one for each rank, like its own; nowhere else any."""
-    dense(name, [part])
-    if is_root:
-        alike(name, parts, part)
-
-
 def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], size: int) -> None:
     """A tensor for and from every rank, all alike."""
     name = "alltoall"

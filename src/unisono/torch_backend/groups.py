@@ -31,6 +31,15 @@ def split_group(
     ``dist.destroy_process_group`` ends it::
 
         unisono.split_group(None, [[0, 2], [1, 3]])   ->  two groups of two
+
+    Args:
+        parent_pg: the group to cut; None: the default group
+        split_ranks: lists of ranks of the parent
+        timeout: the new group's; None: as the parent's
+        group_desc: a description that torch keeps
+
+    Returns:
+        The group of this rank's list, or None.
     """
     parent = _unisono_group(parent_pg, "split_group")
     parent_group = cast(ProcessGroup, groups.resolve(parent_pg))
@@ -57,7 +66,13 @@ def split_group(
 
 
 def monitored_barrier(group: GroupLike = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-    """A barrier in which rank 0 names the ranks that did not come in time, as ``dist.monitored_barrier`` for gloo."""
+    """A barrier in which rank 0 names the ranks that did not come in time, as ``dist.monitored_barrier`` for gloo.
+
+    Args:
+        group: None for the default group, a name, a torch ProcessGroup or a unisono.Group
+        timeout: None: the group's
+        wait_all_ranks: True: name all ranks that are late, not the first alone
+    """
     _unisono_group(group, "monitored_barrier").monitored_barrier(timeout, wait_all_ranks)
 
 

@@ -10,6 +10,8 @@ from ..base.errors import CollectiveTimeoutError
 from ..base.handle import Handle
 from ..group.group import Group
 
+_LONGER_S = 10.0  # a receive that reaches its own time limit ends the group, so it is withdrawn before
+
 
 def barrier(group: Group, limit_s: float, wait_all_ranks: bool, tag: int) -> None:
     """Passes when every rank has called it; ``tag`` is a new one each time, the same on all ranks.
@@ -19,26 +21,28 @@ def barrier(group: Group, limit_s: float, wait_all_ranks: bool, tag: int) -> Non
     """
     word = torch.zeros(1, dtype=torch.uint8)
     if group.rank != 0:
-        here = group.recv(word, 0, tag, async_op=True)
+        here = group.recv(word, 0, tag, async_op=True, timeout_s=limit_s + _LONGER_S)
         group.send(word.clone(), 0, tag)
         assert isinstance(here, Handle)
         try:
             here.wait(limit_s)
         except CollectiveTimeoutError:
+            here._withdraw()
             raise CollectiveTimeoutError(
                 f"[Rank {group.rank}]: Rank 0 did not answer in monitoredBarrier within {limit_s * 1000:.0f} ms; "
                 "another rank may be missing, see the error of rank 0"
             ) from None
         return
-    arrivals = [(r, group.recv(torch.zeros_like(word), r, tag, async_op=True)) for r in range(1, group.size)]
+    if limit_s <= 0:
+        raise CollectiveTimeoutError(f"[Rank 0]: Rank 0 timed out in monitoredBarrier after {limit_s * 1000:.0f} ms")
+    arrivals = [
+        (r, group.recv(torch.zeros_like(word), r, tag, async_op=True, timeout_s=limit_s + _LONGER_S))
+        for r in range(1, group.size)
+    ]
     end = time.monotonic() + limit_s
     missing: list[int] = []
     for r, arrival in arrivals:
         assert isinstance(arrival, Handle)
-        if limit_s <= 0:
-            raise CollectiveTimeoutError(
-                f"[Rank 0]: Rank 0 timed out in monitoredBarrier after {limit_s * 1000:.0f} ms"
-            )
         try:
             arrival.wait(max(end - time.monotonic(), 1e-3))
         except CollectiveTimeoutError:
@@ -46,6 +50,8 @@ def barrier(group: Group, limit_s: float, wait_all_ranks: bool, tag: int) -> Non
             if not wait_all_ranks:
                 break
     if missing:
+        for _, arrival in arrivals:
+            arrival._withdraw()  # type: ignore[union-attr]
         who = ("Ranks " if len(missing) > 1 else "Rank ") + ", ".join(map(str, missing))
         error = CollectiveTimeoutError(f"[Rank 0]: {who} failed to pass monitoredBarrier in {limit_s * 1000:.0f} ms")
         error.op, error.group, error.rank, error.peers = "monitored_barrier", group.name, 0, tuple(missing)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from ..base.fork import fork_lock
 from ..base.work import FINISHED, Work
 from .refusals import RefusedLayoutError, RefusedTypeError, RefusedValueError
 
@@ -38,7 +39,7 @@ _DTYPES = {
     torch.bool: "Bool", torch.complex64: "ComplexFloat", torch.complex128: "ComplexDouble",
 }  # fmt: skip
 _NAMES = {"all_reduce_coalesced": "allreduce_coalesced"}  # ours -> the tools'
-_lock = threading.Lock()
+_lock = fork_lock()
 _entries: deque[dict[str, Any]] = deque()
 _recorders: list[Recorder] = []
 _next_id = 0

@@ -40,6 +40,15 @@ from . import checks, refusals, registration
 from .adapter import ProcessGroupAdapter
 from .arguments import Timeout
 
+# What torch 2.13's gloo calls methods that have newer names.
+_OLD_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+
 # Functions of torch that make groups of gloo for programs; which of them it has depends on its version.
 _MAKERS = ("_new_process_group_helper", "_create_gloo_process_group")
 _MAKING = [getattr(distributed_c10d, name).__code__ for name in _MAKERS if hasattr(distributed_c10d, name)]
@@ -116,7 +125,8 @@ class ServedAdapter(ProcessGroupAdapter):
         arguments = [frame.f_locals[name] for name in given if name not in ("op", "timeout", "root")]
         if given[0] == "tensors" and isinstance(arguments[0], Tensor):
             arguments[0] = [arguments[0]]
-        return getattr(self.gloo_behind(), method)(*arguments)  # type: ignore[no-any-return]
+        gloo = self.gloo_behind()
+        return getattr(gloo, method if hasattr(gloo, method) else _OLD_NAMES[method])(*arguments)  # type: ignore[no-any-return]
 
     def gloo_behind(self) -> Any:
         """The real group of gloo, for calls that unisono refuses; made at the first one, which all its ranks make.

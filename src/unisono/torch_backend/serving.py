@@ -14,6 +14,9 @@ def serve_gloo(on: bool = True) -> None:
 
         unisono.serve_gloo()
         dist.init_process_group("gloo")     # through shared memory
+
+    Args:
+        on: False: new groups are gloo's again
     """
     if not dist.is_gloo_available():
         raise RuntimeError("serve_gloo: this build of torch has no gloo, so no program can ask for it")

@@ -32,6 +32,15 @@ def shrink_group(
         except unisono.PeerLostError as error: group = unisono.shrink_group(list(error.peers))
 
     ``group.unisono_group.inherit(rank)`` has what a lost rank has kept (:func:`unisono.keep`).
+
+    Args:
+        ranks_to_exclude: ranks of ``group``; the same list on all callers
+        group: None: the default group
+        shrink_flags: one of torch's two; both act alike here
+        pg_options: taken, as torch's function does, and not used
+
+    Returns:
+        The new process group.
     """
     distributed_c10d._validate_shrink_inputs(ranks_to_exclude, shrink_flags)
     target = cast(ProcessGroup, groups.resolve(group))

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             found = records.read_folder(options.folder)
     except records.NoRecord as error:
-        print(f"unisono trace: {error}", file=sys.stderr)
+        print(records.printable(f"unisono trace: {error}"), file=sys.stderr)
         return 1
     if options.save is not None:
         records.save(found, options.save)

@@ -3,11 +3,15 @@
 Torch's analyser (``torchfrtrace``) compares what ranks say about one call, so every rank lists the full splits of an
 uneven call; of a gather and a scatter these are the root's. Messages are left out: the analyser pairs them only where
 torch has coalesced them. It knows no backend by our name; the entries say "gloo", the one for CPUs.
+
+The analyser takes a call that one rank lists and another does not for a call that was never made. So of each group all
+ranks list the same calls: from the first one that every record still holds whole.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ from .report import GroupView, groups_of
 
 _TORCH_VERSION = "2.10"
 _SHORT_US = 1.0  # of a call so short that its end was not timed
+_GROUPS_KEPT = 64  # kRecordedGroups of core/memory/recorder.h
 
 
 def global_ranks(records: list[Record]) -> dict[str, int]:
@@ -86,13 +91,16 @@ def write_torch(records: list[Record], folder: Path) -> None:
     names = _unique_names(views)
     members = {view.id: [ranks[t] for t in _tokens(records, view)] for view in views}
     roots = _root_splits(records)
+    first = _first_whole(records)
     for record in records:
         config = {
             names[g["id"]]: {"name": names[g["id"]], "desc": names[g["id"]], "ranks": str(members[g["id"]])}
             for g in record["groups"]
         }
-        calls = [o for o in record["operations"] if o["op"] not in ("send", "recv") and o["group_id"] in names]
-        entries = [_entry(i, o, names[o["group_id"]], len(members[o["group_id"]]), roots) for i, o in enumerate(calls)]
+        calls = [
+            o for o in record["operations"] if _is_collective(o) and o["seq"] >= first.get(o["group_id"], math.inf)
+        ]
+        entries = [_entry(i, o, names[o["group_id"]], roots) for i, o in enumerate(calls)]
         dump = {
             "version": _TORCH_VERSION,
             "comm_lib_version": "unisono",
@@ -118,6 +126,42 @@ def _unique_names(views: list[GroupView]) -> dict[str, str]:
     return names
 
 
+def _is_collective(operation: dict[str, Any]) -> bool:
+    return operation["op"] not in ("send", "recv")
+
+
+def _first_whole(records: list[Record]) -> dict[str, float]:
+    """By group: the number of the first call that all its records still hold, with its splits.
+
+    Rings wrap at different calls of a group, since ranks have different groups beside it.
+    """
+    first: dict[str, float] = {}
+    for record in records:
+        has_wrapped = bool(record["operations"]) and record["operations"][0]["number"] > 0
+        for group in record["groups"]:
+            calls = [o for o in record["operations"] if o["group_id"] == group["id"] and _is_collective(o)]
+            begin = 1
+            if has_wrapped:
+                begin = calls[0]["seq"] if calls else group["calls"] + 1
+            lost = [o["seq"] for o in calls if _lost_splits(o, group["rank"])]
+            first[group["id"]] = max(first.get(group["id"], 1), begin, max(lost, default=0) + 1)
+    # A process that has had more groups than it keeps may have forgotten one that others still list.
+    for full in (record for record in records if len(record["groups"]) >= _GROUPS_KEPT):
+        kept = {group["id"] for group in full["groups"]}
+        for group in (g for record in records for g in record["groups"]):
+            if group["id"] not in kept and full["token"] in group["tokens"]:
+                first[group["id"]] = math.inf
+    return first
+
+
+def _lost_splits(o: dict[str, Any], rank: int) -> bool:
+    """Whether this rank's splits of the call were overwritten: they have a ring of their own, which wraps sooner."""
+    has_had = o["op"] in ("all_gather", "reduce_scatter", "all_to_all") or (
+        o["op"] in ("gather", "scatter") and o["root"] == rank
+    )
+    return has_had and not (o.get("in_splits") or o.get("out_splits"))
+
+
 def _root_splits(records: list[Record]) -> dict[tuple[str, int], list[int]]:
     """The parts of every gather and scatter, which only the root knows, by group and number."""
     found: dict[tuple[str, int], list[int]] = {}
@@ -131,14 +175,12 @@ def _root_splits(records: list[Record]) -> dict[tuple[str, int], list[int]]:
     return found
 
 
-def _sizes(o: dict[str, Any], size: int, roots: dict[tuple[str, int], list[int]]) -> tuple[str, list[Any], list[Any]]:
+def _sizes(o: dict[str, Any], roots: dict[tuple[str, int], list[int]]) -> tuple[str, list[Any], list[Any]]:
     """Torch's name for the call, and its input and output sizes."""
     op, count = o["op"], o["count"]
     splits = o.get("in_splits") or o.get("out_splits") or roots.get((o["group_id"], o["seq"])) or []
     even, total = len(set(splits)) == 1, sum(splits)
     if op in ("all_gather", "reduce_scatter"):
-        if not splits:  # too old: its splits were overwritten
-            return f"{op}_v", [[]], [[]]
         parts, whole = [[s] for s in splits], [[total]]
         if even:
             parts = parts[:1]
@@ -146,10 +188,11 @@ def _sizes(o: dict[str, Any], size: int, roots: dict[tuple[str, int], list[int]]
         return (name, parts, whole) if op == "all_gather" else (name, whole, parts)
     if op == "all_to_all":
         return op, [[sum(o.get("in_splits", []))]], [[sum(o.get("out_splits", []))]]
+    # Without the root's record nobody knows the parts of all; of its own alone a rank would seem to differ.
     if op == "gather":
-        return op, [[s] for s in splits] or [[count]], [[total]]
+        return op, [[s] for s in splits] or [[]], [[total]]
     if op == "scatter":
-        return op, [[total]], [[s] for s in splits] or [[count]]
+        return op, [[total]], [[s] for s in splits] or [[]]
     if op == "matmul_reduce":
         return "all_reduce", [[count]], [[count]]
     if op == "barrier":
@@ -157,8 +200,8 @@ def _sizes(o: dict[str, Any], size: int, roots: dict[tuple[str, int], list[int]]
     return op, [[count]], [[count]]
 
 
-def _entry(i: int, o: dict[str, Any], name: str, size: int, roots: dict[tuple[str, int], list[int]]) -> dict[str, Any]:
-    torch_name, inputs, outputs = _sizes(o, size, roots)
+def _entry(i: int, o: dict[str, Any], name: str, roots: dict[tuple[str, int], list[int]]) -> dict[str, Any]:
+    torch_name, inputs, outputs = _sizes(o, roots)
     state = {"done": "completed", "started": "scheduled"}.get(o["state"], "started")
     file, _, line = o["site"].rpartition(":")
     dtype = {"float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16"}.get(
@@ -166,7 +209,7 @@ def _entry(i: int, o: dict[str, Any], name: str, size: int, roots: dict[tuple[st
     )
     done = o["state"] == "done"
     return {
-        "record_id": o["seq"],
+        "record_id": i,  # one count for the process; the analyser drops what is below the highest first one of any rank
         "pg_id": 0,
         "process_group": (name, name),
         "collective_seq_id": o["seq"],

@@ -11,7 +11,8 @@ from typing import Any
 
 from .. import _core
 
-#: What one process did: "pid", "token", "groups", "waits", "operations"; see core/memory/dump.cc.
+#: What one process did: "pid", "token", "why", "groups", "waits", "operations"; see core/memory/dump.cc. Where it was
+#: read out of memory also "state": what the kernel said of the process then.
 Record = dict[str, Any]
 
 _MEMORY = "/memfd:unisono"  # what the kernel calls a heap
@@ -43,18 +44,38 @@ def read_process(pid: int, most: int = 0) -> Record:
     The process may be stopped, or busy with anything. The kernel lets only its own user, or root, in.
     """
     try:
-        names = os.listdir(f"/proc/{pid}/fd")
+        heaps = _heaps_of(pid, most)
         inner = _inner_pids(pid)
     except FileNotFoundError:
         raise NoRecord(f"there is no process {pid}") from None
     except PermissionError:
         raise NoRecord(f"process {pid} belongs to another user") from None
-    for name in names:
-        record = _read_descriptor(f"/proc/{pid}/fd/{name}", most)
-        if record is not None and record["pid"] in inner:  # else the memory of a peer, which it maps
+    for record in heaps:
+        if record["pid"] in inner:  # else the memory of a peer, which it maps
             record["pid"] = pid  # as this host calls it; in a container it may have another number
+            record["state"] = process_state(pid)
             return record
+    if process_state(pid) == "gone":
+        raise NoRecord(f"process {pid} has ended; one that shares a group with it may still hold its memory")
     raise NoRecord(f"process {pid} has no group of this version of unisono")
+
+
+def process_state(pid: int) -> str:
+    """What the kernel says of a process: "running", "sleeping", "stopped", "gone", or a rarer state's letter."""
+    try:
+        with open(f"/proc/{pid}/stat", errors="replace") as file:
+            letter = file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "gone"
+    return {"R": "running", "S": "sleeping", "T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(
+        letter, letter
+    )
+
+
+def _heaps_of(pid: int, most: int) -> Iterator[Record]:
+    """The records in all heaps that a process holds open: its own and its peers', also of those that have died."""
+    paths = [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]
+    return (record for path in paths if (record := _read_descriptor(path, most)) is not None)
 
 
 def _read_descriptor(path: str, most: int) -> Record | None:
@@ -87,7 +108,7 @@ def _read_json(text: str) -> Any:
 
 def _inner_pids(pid: int) -> set[int]:
     """The numbers a process has in its own namespace and those around it."""
-    with open(f"/proc/{pid}/status") as file:
+    with open(f"/proc/{pid}/status", errors="replace") as file:  # a name may be cut inside a character
         for line in file:
             if line.startswith("NSpid:"):
                 return {int(word) for word in line.split()[1:]}
@@ -103,13 +124,46 @@ def live_records(most: int = 0) -> Iterator[Record]:
 
 
 def with_peers(record: Record) -> list[Record]:
-    """A live process and all that share a group with it."""
-    tokens = {token for group in record["groups"] if group["open"] for token in group["tokens"]}
-    return [record] + [r for r in live_records() if r["token"] in tokens and r["token"] != record["token"]]
+    """A live process and all that share a group with it, also those that have died since.
+
+    The memory of a dead process lives on in those that map it, so it is read there.
+    """
+    pids = {t: pid for g in record["groups"] if g["open"] for t, pid in zip(g["tokens"], g["pids"], strict=True)}
+    found = {record["token"]: record}
+    for other in live_records():
+        if other["token"] in pids:
+            found.setdefault(other["token"], other)
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        for held in _heaps_of(record["pid"], 0):
+            if held["token"] in pids and held["token"] not in found:
+                if _is_gone(pids[held["token"]]):
+                    held["state"] = "gone"
+                found[held["token"]] = held
+    return list(found.values())
+
+
+def _is_gone(pid: int) -> bool:
+    """Of a peer whose heap no process has as its own: whether that is since it has ended, not since we may not look."""
+    if pid <= 0 or pid == os.getpid():  # 0: of another namespace
+        return False
+    if process_state(pid) != "gone":
+        try:
+            os.listdir(f"/proc/{pid}/fd")
+        except PermissionError:
+            return False
+        except OSError:
+            return True
+    return True  # or its number is another process's now
+
+
+def printable(text: str) -> str:
+    """Text of other processes for a terminal: what is no visible character becomes an escape, such as \\x1b."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def save(records: list[Record], folder: Path) -> None:
     """Writes records as a failing group would have."""
     folder.mkdir(parents=True, exist_ok=True)
     for record in records:
-        (folder / f"unisono-{record['host']}-{record['pid']}.json").write_text(json.dumps(record))
+        host = record["host"].replace("/", "_")  # as the core does: a record that was read may say anything
+        (folder / f"unisono-{host}-{record['pid']}.json").write_text(json.dumps(record))

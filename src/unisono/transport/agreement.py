@@ -20,6 +20,7 @@ from ..base.errors import make_error
 from ..base.ops import name_of
 
 NO_OP = -1
+Table = tuple[Sequence[int], Sequence[int]]  # elements this rank sends to each rank, and those it expects from each
 
 _MISMATCH = 1  # its number in errors.py and core/base/status.h
 _DIGEST_BYTES = 8
@@ -43,9 +44,8 @@ class Request:
         op: int,
         counts: Sequence[int],
         factor: float = 1.0,
-        table: tuple[Sequence[int], Sequence[int]] | None = None,
+        table: Table | None = None,
     ) -> None:
-        """``table`` are the elements this rank sends to each rank, and those it expects from each."""
         self.verb = verb
         self.is_exchange = table is not None
         find = _known_facts if len(counts) <= _KNOWN_COUNTS else _facts
@@ -53,8 +53,12 @@ class Request:
         if table is not None:
             facts += _short(f"sends {list(table[0])} expects {list(table[1])}")
         words = f"{facts}   {_core.call_site()}".encode()  # cut by struct, or filled up with zeros
-        numbers = [*table[0], *table[1]] if table is not None else [0] * (2 * size)
-        self.bytes = _HEAD.pack(self.digest, factor, words) + struct.pack(f"<{2 * size}q", *numbers)
+        self.bytes = _HEAD.pack(self.digest, factor, words) + self._written(size, table)
+
+    @staticmethod
+    def _written(size: int, table: Table | None) -> bytes:
+        """The table as it travels; all requests are of one length."""
+        return bytes(16 * size) if table is None else struct.pack(f"<{2 * size}q", *table[0], *table[1])
 
 
 def _facts(verb: str, dtype: torch.dtype, op: int, counts: tuple[int, ...]) -> tuple[bytes, str]:

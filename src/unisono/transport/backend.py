@@ -30,7 +30,7 @@ from ..base.tensors import plain
 from . import late
 from .agreement import NO_OP, Request, compare
 from .outputs import are_shapes, new_output
-from .pending import Step, WorksPending, nothing
+from .pending import MessagesPending, Step, WorksPending, nothing
 from .protocol import Counts, Factor, Output, Seconds, Tensors
 
 _PIECE_BYTES = 4 << 20  # of a chunk that has to be copied before a reduce that would overwrite it
@@ -131,12 +131,14 @@ class BackendTransport:
 
     def send(self, tensor: Tensor, dst: int, tag: int, timeout_s: Seconds, async_op: bool, /) -> Any:
         if async_op:
-            return Handle(WorksPending([dist.isend(tensor, group=self.pg, tag=tag, group_dst=dst)]), "send", tensor)
+            work = dist.isend(tensor, group=self.pg, tag=tag, group_dst=dst)
+            return Handle(_pending_messages([work], tensor), "send", tensor)
         return dist.send(tensor, group=self.pg, tag=tag, group_dst=dst)
 
     def recv(self, tensor: Tensor, src: int | None, tag: int, timeout_s: Seconds, async_op: bool, /) -> Any:
         if async_op:
-            return Handle(WorksPending([dist.irecv(tensor, group=self.pg, tag=tag, group_src=src)]), "recv", tensor)
+            work = dist.irecv(tensor, group=self.pg, tag=tag, group_src=src)
+            return Handle(_pending_messages([work], tensor), "recv", tensor)
         source = dist.recv(tensor, group=self.pg, tag=tag, group_src=src)
         return dist.get_group_rank(self.pg, source) if src is None else src
 
@@ -277,7 +279,7 @@ class BackendTransport:
             _copy_unless_same(*((own, flat(mine)) if to_root else (flat(mine), own)))
             messages = [(here, part, peer) for peer, part in enumerate(parts) if peer != root]
         works = [move(tensor, None, self.pg, 0, peer) for move, tensor, peer in messages if tensor.numel()]
-        return pending_works(works, async_op)
+        return _pending_messages(works, mine) if async_op else pending_works(works, False)
 
     def _compare(
         self, verb: str, dtype: torch.dtype, op: int = NO_OP, counts: Sequence[int] = (), factor: float = 1.0,
@@ -332,6 +334,10 @@ def pending_works(works: Sequence[dist.Work | None], async_op: bool, after: Step
                 work.wait()
     after()
     return None
+
+
+def _pending_messages(works: Sequence[dist.Work | None], tensor: Tensor) -> Pending:
+    return MessagesPending(works) if tensor.device.type == "cpu" else WorksPending(works)
 
 
 def flat(tensor: Tensor) -> Tensor:

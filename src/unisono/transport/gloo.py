@@ -10,22 +10,28 @@ connection locked by a sender that it has itself displaced from the CPU, and tri
 A reduce-scatter receives the chunk of this rank piece by piece from all peers, and combines each piece with
 the core's kernels: the same bits as on a unisono group. While a piece is combined the next ones arrive. The memory
 for pieces is at most the size of the output (or ``_LEAST_SCRATCH``, if that is more).
+
+When a rank dies, those that wait for it learn so from gloo, and those that wait for one of these would not. So whoever
+fails closes its own connections: all learn, one after the other, and the group is over for everybody.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import memmove, string_at
+from datetime import timedelta
+from functools import wraps
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import _core
-from ..base.errors import MismatchError
+from ..base.errors import MismatchError, UnisonoError, make_error
 from ..base.handle import Pending
 from . import late
 from .agreement import NO_OP, Request, compare, meet, request_bytes
@@ -41,10 +47,30 @@ _LEAST_SCRATCH = 1 << 20
 _LEAST_RELAY = 1 << 20  # bytes of a chunk from which passing it on in shares pays
 _TAGS = 0x4000_0000
 _HEADER_TAGS = 0x2000_0000
+_END_TAG = 0x1FFF_FF00  # nothing is ever sent with it, or one of those that follow it
+_PEER_LOST = 2  # its number in errors.py and core/base/status.h
 
 Span = tuple[int, int]  # first element, and one after the last
 Relay = tuple[int, Span, list[tuple[int, Span]]]  # a root, what it sends this rank, and what others pass on to it
 Works = Iterable[tuple[int, Any]]  # messages under way, each with the rank it goes to or comes from
+
+
+Tried = TypeVar("Tried", bound=Callable[..., Any])
+
+
+def _telling_others(verb: Tried) -> Tried:
+    """Of a call that fails for another reason than what it was asked for, the other ranks learn."""
+
+    @wraps(verb)
+    def run(self: GlooTransport, *args: Any, **more: Any) -> Any:
+        try:
+            return verb(self, *args, **more)
+        except UnisonoError:
+            raise
+        except RuntimeError as error:
+            raise self.hang_up(error) from error
+
+    return run  # type: ignore[return-value]
 
 
 class GlooTransport(BackendTransport):
@@ -96,6 +122,7 @@ class GlooTransport(BackendTransport):
         spans, to = _spans(sent), _spans(expected)
         return self._exchange(request, input, spans, output, to, self.header_room, async_op, after=after)
 
+    @_telling_others
     def _exchange(
         self, request: Request, source: Tensor, spans: list[Span], output: Tensor, to: list[Span], room: int,
         async_op: bool, relay: Relay | None = None, after: Step = nothing,
@@ -134,6 +161,7 @@ class GlooTransport(BackendTransport):
 
         return self._carry_out(rest, async_op)
 
+    @_telling_others
     def _reduce_scatter(
         self, part: Tensor, whole: Tensor, counts: Sequence[int], op: int, factor: float, async_op: bool
     ) -> Pending | None:
@@ -160,9 +188,38 @@ class GlooTransport(BackendTransport):
     def _carry_out(self, rest: Step, async_op: bool) -> Pending | None:
         """The rest of a call of which everything is posted: now, or by the progress thread."""
         if async_op:
-            return self._progress.carry_out(rest)
+            return self._progress.carry_out(lambda: self._finish(rest))
         rest()
         return None
+
+    @_telling_others
+    def _finish(self, rest: Step) -> None:
+        rest()
+
+    def hang_up(self, error: RuntimeError) -> Exception:
+        """Closes this rank's connections, so that who waits for it learns at once; returns what to raise.
+
+        gloo has no call for it, but closes them all when a wait times out.
+        """
+        pg, gone, probes = self._pg(), [], []
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1  # each has connections of its own
+        if pg is None:
+            return error
+        for peer in sorted(self.peers):
+            try:
+                probes += [pg.recv([torch.empty(1)], peer, _END_TAG + i) for i in range(interfaces)]
+            except RuntimeError:
+                gone.append(peer)
+        for probe in probes:
+            try:
+                probe.wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                continue
+        if not gone:
+            return error
+        who = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
+        text = f"{who} died, left, or gave the group up after such an error: {error}"
+        return make_error(_PEER_LOST, "", 0, pg.group_name, self.rank, gone, text, [], False)
 
     def pieces(self, chunk: Tensor) -> Sequence[Tensor]:
         """The pieces of a chunk: the same on sender and receiver."""

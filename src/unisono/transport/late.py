@@ -14,10 +14,11 @@ from types import TracebackType
 
 from .. import _core
 from ..base import log
+from ..base.fork import fork_lock
 
 _LOOK_EVERY_S = 0.5
 
-_lock = threading.Lock()
+_lock = fork_lock()
 _waits: dict[int, waiting] = {}
 _watched = False  # there is a thread, and it will look once more
 
@@ -75,7 +76,6 @@ def _watch() -> None:
 
 def _after_fork() -> None:
     global _watched
-    _lock._at_fork_reinit()  # type: ignore[attr-defined]  # as Python does with its own
     _waits.clear()
     _watched = False
 

@@ -96,6 +96,29 @@ class WorksPending:
         return int(self._first._source_rank())
 
 
+class MessagesPending(WorksPending):
+    """Sends and receives of CPU tensors: when a wait of gloo for one times out, it closes the group's connections.
+
+    So a thread waits, until gloo's own time limit, and whoever has a shorter one waits for the thread.
+    """
+
+    def __init__(self, works: Sequence[dist.Work | None]) -> None:
+        super().__init__(works)
+        self._starting = threading.Lock()
+        self._ended: threading.Event | None = None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits; False if the call is not over after ``timeout_s``."""
+        if not timeout_s or self._over:
+            return super().wait(0.0)
+        with self._starting:
+            if self._ended is None:
+                ended = threading.Event()
+                self.on_done(ended.set)
+                self._ended = ended
+        return self._ended.wait(timeout_s)
+
+
 class ThreadPending(Future[None]):
     """A call whose rest is carried out by a :class:`ProgressThread`."""
 

@@ -43,12 +43,17 @@ def all_gather_into_tensor_uneven(
         splits [1, 2]   rank 0  [[1, 2]]                  [[1, 2], [3, 4], [5, 6]]
                         rank 1  [[3, 4], [5, 6]]    ->    [[1, 2], [3, 4], [5, 6]]
 
-    ``output_split_sizes[r]`` is the number of rows of ``output`` that come from rank r; None or empty means equal. The
-    input has as many elements as those rows, in any shape, and may be this rank's own rows of the output. Returns None,
-    or with ``async_op=True`` a Work (a Handle if ``group`` is a unisono.Group). Does not take part in autograd; the
-    form in ``unisono.comm_func`` does.
+    Does not take part in autograd; :func:`unisono.comm_func.all_gather_into_tensor_uneven` does.
 
-    With ``async_op=True`` it returns a Work at once: read no result and change no input before its ``wait()``.
+    Args:
+        output: the rows of all ranks
+        input: this rank's rows, in any shape; may be its own rows of the output
+        output_split_sizes: rows (not elements) of ``output`` that come from each rank; None or empty: all the same
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+        async_op: True: return at once; read no result and change no input before the ``wait()`` of what is returned
+
+    Returns:
+        None, or with ``async_op=True`` a Work (a Handle if ``group`` is a unisono.Group).
     """
     if (is_compiling() or type(output) is not Tensor or type(input) is not Tensor) and is_traced(group, output, input):
         if async_op:
@@ -67,7 +72,7 @@ def reduce_scatter_tensor_uneven(
     output: Tensor,
     input: Tensor,
     input_split_sizes: SplitsLike = None,
-    op: Any = ReduceOp.SUM,
+    op: ops.Op = ReduceOp.SUM,
     group: GroupLike = None,
     async_op: bool = False,
 ) -> Any:
@@ -76,13 +81,19 @@ def reduce_scatter_tensor_uneven(
         splits [1, 2]   rank 0  [[1, 2], [3, 4], [5, 6]]                   [[11, 22]]
                         rank 1  [[10, 20], [30, 40], [50, 60]]    ->       [[33, 44], [55, 66]]
 
-    ``input_split_sizes[r]`` is the number of rows of ``input`` whose result goes to rank r; None or empty means equal.
-    The output has as many elements as those rows, in any shape, and may be this rank's own rows of the input, which
-    otherwise stays as it is. ``op`` is a torch ReduceOp or its name: sum, avg, product, min, max, band, bor, bxor,
-    premul_sum. Ranks are combined by a binary tree, 16-bit types in float32 and rounded once at the end, on unisono and
-    on gloo groups; on others as their backend does. Returns as :func:`all_gather_into_tensor_uneven`.
+    Ranks are combined by a binary tree, 16-bit types in float32 and rounded once at the end, on unisono and on gloo
+    groups; on others as their backend does. Does not take part in autograd; the form in ``unisono.comm_func`` does.
 
-    With ``async_op=True`` it returns a Work at once: read no result and change no input before its ``wait()``.
+    Args:
+        output: this rank's rows of the result, in any shape; may be its own rows of the input
+        input: this rank's part of the sum, for all rows; stays as it is
+        input_split_sizes: rows (not elements) of ``input`` whose result goes to each rank; None or empty: all the same
+        op: sum, avg, product, min, max, band, bor, bxor or premul_sum, or a torch ReduceOp
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+        async_op: True: return at once; read no result and change no input before the ``wait()`` of what is returned
+
+    Returns:
+        None, or with ``async_op=True`` a Work (a Handle if ``group`` is a unisono.Group).
     """
     if (is_compiling() or type(output) is not Tensor or type(input) is not Tensor) and is_traced(group, output, input):
         if async_op:
@@ -113,12 +124,18 @@ def all_to_all_vc(
         matrix [[1, 2],    rank 0  [1, 2, 3]         [1]              from 0: 1   from 1: 0
                 [0, 1]]    rank 1  [4]         ->    [2, 3, 4]        from 0: 2   from 1: 1
 
-    ``send_count_matrix[i][j]`` is the number of elements that rank i sends to rank j: n lists of n numbers, a flat list
-    of n * n, a tensor or a numpy array. The input holds this rank's row of it, the output its column; both may have any
-    shape. Input and output must not overlap. What a rank sends another is compared with what that one expects. Returns
-    as :func:`all_gather_into_tensor_uneven`.
+    What a rank sends another is compared with what that one expects.
 
-    With ``async_op=True`` it returns a Work at once: read no result and change no input before its ``wait()``.
+    Args:
+        output: this rank's column of the matrix, in any shape
+        input: this rank's row of it, in any shape; must not overlap the output
+        send_count_matrix: elements (not rows) that rank i sends to rank j: n lists of n numbers, a flat list of n * n,
+            a tensor or a numpy array
+        group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
+        async_op: True: return at once; read no result and change no input before the ``wait()`` of what is returned
+
+    Returns:
+        None, or with ``async_op=True`` a Work (a Handle if ``group`` is a unisono.Group).
     """
     if (is_compiling() or type(output) is not Tensor or type(input) is not Tensor) and is_traced(group, output, input):
         if async_op:

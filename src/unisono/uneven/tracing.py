@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from ..base.handle import Finished, Handle
 from ..base.work import Work
@@ -42,7 +41,12 @@ def is_traced(group: GroupLike, *tensors: Tensor) -> bool:
     """Says whether a call has to go through torch's dispatcher: it is compiled, or a tensor only stands for one."""
     if torch.compiler.is_compiling():
         return not isinstance(group, int)  # what torch gives to ranks outside of a group
-    return any(type(t) is not Tensor and type(t) is not Parameter and isinstance(t, Tensor) for t in tensors)
+    return any(_is_stand_in(t) for t in tensors)
+
+
+def _is_stand_in(tensor: Any) -> bool:
+    """Whether a tensor's own class decides what operators do with it; other subclasses are tensors like any."""
+    return isinstance(tensor, Tensor) and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def untraced(function: Callable[..., Any], output: Tensor, *arguments: Any) -> Any:
@@ -50,7 +54,8 @@ def untraced(function: Callable[..., Any], output: Tensor, *arguments: Any) -> A
 
     Tensors that only stand for others are written by no thread; for them the call is over at once.
     """
-    if type(output) is Tensor or isinstance(output, Parameter):
+    arguments = tuple(a.trigger_wait() if hasattr(a, "trigger_wait") else a for a in arguments)  # results not yet there
+    if not any(_is_stand_in(t) for t in (output, *arguments)):
         return torch.compiler.disable(function)(output, *arguments, True)  # type: ignore[no-untyped-call]
     function(output, *arguments, False)
     return Work((Handle(Finished(), function.__name__, output),), [output])

@@ -25,6 +25,8 @@ def _accelerator(case: Case, **options: Any) -> Accelerator:
 
 def _train(case: Case, **options: Any) -> Any:
     accelerator = _accelerator(case, **options)
+    if options.get("mixed_precision") == "bf16":
+        case.rounding = 2**-8  # one step of bf16
     model = Blocks()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     assert isinstance(model, torch.nn.parallel.DistributedDataParallel)

@@ -1,4 +1,4 @@
-"""torchcomms: what PyPI has of it is a placeholder, so there is nothing to run yet."""
+"""torchcomms: what PyPI has of it is a placeholder; tests/serving has unisono's backend on a stand-in."""
 
 from __future__ import annotations
 

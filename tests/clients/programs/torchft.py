@@ -46,6 +46,7 @@ def reconfigure(case: Case) -> Any:
         found.append(_calls(group, members))
 
     quorum(0, size)
+    dist.barrier()  # an abort ends the calls that others have not finished
     group.abort()
     quorum(1, max(size - 1, 1))
     quorum(2, size)

@@ -13,12 +13,14 @@ import transformers
 from tests.clients.case import Case
 
 REQUIREMENTS = ["transformers"]
+BESIDE = ["accelerate"]  # which tp_plan asks for
 BY_NAME = False
+RANKS = (2, 3)
 TOLERANCE = 1e-5
 TOKENS = 24
-SMALL = {
-    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "vocab_size": 1000, "max_position_embeddings": 128,
+SMALL = {  # everything that is cut divides by 2 and by 3, which tensor parallelism asks for
+    "hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12,
+    "num_key_value_heads": 6, "vocab_size": 1002, "max_position_embeddings": 128,
 }  # fmt: skip
 
 
@@ -47,13 +49,13 @@ def _generate(case: Case, config: Any, seed: int = 0) -> Any:
 
 CASES = {
     "Llama, tp_plan, one token": lambda case: _generate(case, transformers.LlamaConfig(**SMALL)),
-    "Mixtral (4 experts), tp_plan, one token": lambda case: _generate(
-        case, transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
+    "Mixtral (6 experts), tp_plan, one token": lambda case: _generate(
+        case, transformers.MixtralConfig(**SMALL, num_local_experts=6, num_experts_per_tok=2)
     ),
-    "Qwen3-MoE (8 experts), tp_plan, one token": lambda case: _generate(
+    "Qwen3-MoE (12 experts), tp_plan, one token": lambda case: _generate(
         case,
         transformers.Qwen3MoeConfig(
-            **SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, head_dim=32
+            **SMALL, num_experts=12, num_experts_per_tok=2, moe_intermediate_size=192, head_dim=32
         ),
     ),
 }

@@ -7,5 +7,8 @@ from typing import Any
 ENVIRONMENT = "placeholders"
 PIP_OPTIONS = ["--no-deps"]
 REQUIREMENTS = ["vescale"]
-PROBE = "from vescale.dtensor.placement_types import RaggedShard"
+PROBE = (
+    "from importlib.metadata import files; texts = [f.read_text() for f in files('vescale') if f.suffix == '.py'];"
+    "assert any('RaggedShard' in text for text in texts), 'this release has no RaggedShard'"
+)
 CASES: dict[str, Any] = {}

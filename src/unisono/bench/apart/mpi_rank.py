@@ -42,8 +42,6 @@ class MpiJob:
                 raise Lacking(f"MPI reduces no {case.dtype}")
             if case.redop not in _OPS:
                 raise Lacking(f"MPI has no {case.redop}")
-        if case.op == "matmul_all_reduce":
-            raise Lacking("no matmul")
         self.arrays = Arrays(case, comm.rank)
         self.call = self._call(case)
 

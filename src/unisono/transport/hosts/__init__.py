@@ -9,6 +9,7 @@
     agreement   how a call begins: all ranks compare what they were asked for
     small       small calls, which are over with that
     bulk        large calls: steps inside the hosts and bytes between them, in pieces that overlap
+    streams     what comes from one rank: heads of messages, answers
     messages    send and recv between hosts
     state       all of a group but its verbs: how calls are made and waited for, and how it ends
     transport   the verbs

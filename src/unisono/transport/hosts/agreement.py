@@ -4,7 +4,7 @@ Steps: every rank writes its request, and its data if that is small, into its *s
 all are there (a barrier inside the host) the leader makes one message for each other host, the digest of the request
 and data, exchanges it with that host's leader, compares, and writes the outcome into its *reply*, which its host's
 ranks see after a second barrier: what a small call gives them. If requests differ, the leaders exchange all of them in
-one more step, and the reply has every rank's.
+one more step, and the reply has every rank's. A rank that is alone on its host has no barriers.
 
 Of two leaders the lower one sends first if messages are short: when both ends of a connection write at once, gloo's
 thread may spin on a lock until its time slice ends. Longer ones go both ways at once, as the link can. Receives for the
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from ctypes import c_uint64
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...base import settings
 from ...base.tensors import empty
 from .links import HEADER, Memory, Word
 
@@ -34,9 +34,11 @@ SMALL_BYTES = 64 << 10  # up to here data travels with the requests
 _ONE_BY_ONE_BYTES = 8 << 10
 _TURNS = 8  # receives that are posted, in as many buffers
 _POSTED_AT_ONCE = 4
+_MOST_STEPS = 2  # of one call: for the next there have to be receives
 _SLOT = struct.Struct("<QQ")  # bytes of the request, bytes of data; the request and the data follow
 _SLOT_HEAD = struct.Struct("<QQ8s")  # and the digest, with which the request begins
-_MESSAGE = struct.Struct("<QQQ8s")  # its word, where that stands again, bytes of data, the digest
+_MESSAGE = struct.Struct("<QQQ8s")  # where its word stands again, the word, bytes of data, the digest
+_WORD_AT = 8  # behind what is read as soon as the word is there
 _LENGTH = struct.Struct("<Q")
 _DIFFER = bytes(8)  # instead of a digest: this host's ranks were asked for different things
 _RECORD_BYTES = 256
@@ -48,9 +50,9 @@ def record_room(size: int) -> int:
     return _RECORD_BYTES + 16 * size
 
 
-def _most_data() -> int:
+def _most_data(wide: bool) -> int:
     """Bytes of data in a message: partial sums may be twice as wide as the data."""
-    return 2 * SMALL_BYTES if settings.hosts_fp32 else SMALL_BYTES
+    return 2 * SMALL_BYTES if wide else SMALL_BYTES
 
 
 class Own:
@@ -111,7 +113,8 @@ class Slots:
             self.reply = Memory(local.peer_bytes(0, at[0][1], reply_bytes))
             return
         self.reply = Memory(reply)
-        self.partial = Memory(torch.empty(_most_data(), dtype=torch.uint8))  # what this host's ranks have reduced
+        most = _most_data(transport.wide_sums)
+        self.partial = Memory(torch.empty(most, dtype=torch.uint8))  # what this host's ranks have reduced
         for r in range(local.size):
             here = r == layout.local
             self.slots.append(self.slot if here else Memory(local.peer_bytes(r, at[r][0], slot.numel())))
@@ -173,6 +176,11 @@ class Slots:
             by_rank |= dict(zip(ranks, found, strict=True))
         self.reply.write(RESULT_AT, b"".join(_LENGTH.pack(len(by_rank[r])) + by_rank[r] for r in sorted(by_rank)))
 
+    def end(self) -> None:
+        """This rank leaves the group: it sends no headers any more, whatever its other threads do."""
+        for headers in (*self.lower, *self.higher):
+            headers.end()
+
     def post(self, seq: int) -> None:
         """What has come up to a step has been read: has its buffers wait for later ones."""
         for headers in (*self.lower, *self.higher):
@@ -193,6 +201,10 @@ class Headers:
     """Messages between this leader and another: one per step in each direction.
 
     What was sent has gone when the answer of the next step is here: there are two buffers, used by turns.
+
+    gloo's connection, which other groups use too, stops for good when a message comes whose receive was posted and
+    dropped. So when one leader closes the group, the other *ends* its headers before it answers, and the receives are
+    kept until this answer is here (control.py): it is behind all headers on the same connection.
     """
 
     def __init__(self, transport: HostsGroup, host: int) -> None:
@@ -200,11 +212,14 @@ class Headers:
         self.host = host
         self.peer = transport.layout.leader(host)
         ranks = max(len(transport.layout.mine), len(transport.layout.hosts[host]))
-        room = DATA_AT + ranks * (_LENGTH.size + record_room(transport.layout.size)) + _most_data() + 16
+        most = _most_data(transport.wide_sums)
+        room = DATA_AT + ranks * (_LENGTH.size + record_room(transport.layout.size)) + most + 16
         self._incoming = [Memory(torch.zeros(room, dtype=torch.uint8)) for _ in range(_TURNS)]
         self.outgoing = [Memory(torch.zeros(room, dtype=torch.uint8)) for _ in range(2)]
         self._receiving: list[Any] = [None] * _TURNS
         self._sending: list[Any] = [None, None]
+        self._lock = threading.Lock()
+        self._is_over = False  # one of the two has left
         self._posted = 0  # the last step that a receive is posted for
         self._when = int(host < transport.layout.host)  # the leaders post in different steps
         self._post(_TURNS)
@@ -216,9 +231,16 @@ class Headers:
             self._receiving[seq % _TURNS] = links.recv(memory.tensor, self.peer, links.tag(HEADER, seq))
             self._posted = seq
 
+    def end(self) -> None:
+        """Nothing is sent any more once this returns."""
+        with self._lock:
+            self._is_over = True
+
     def post_after(self, seq: int) -> None:
         """Posts receives into the buffers of steps up to this one, if it is time."""
-        if self._posted - seq <= _TURNS - _POSTED_AT_ONCE and (seq + self._when) % 2 == 0:
+        left = self._posted - seq
+        is_turn = (seq + self._when) % 2 == 0
+        if left <= _MOST_STEPS or (left <= _TURNS - _POSTED_AT_ONCE and is_turn):
             # The other may have left after this call, its last: no error here, and the next call says so.
             with contextlib.suppress(RuntimeError):
                 self._post(seq + _TURNS)
@@ -229,22 +251,21 @@ class Headers:
         buffer = self.outgoing[turn]
         word = links.word(HEADER, links.rank, self.peer, seq)
         end = (DATA_AT + data_bytes + 7) & -8  # the word stands where it can be read in one piece
-        buffer.write(0, _MESSAGE.pack(word, end, data_bytes, digest))
+        buffer.write(0, _MESSAGE.pack(end, word, data_bytes, digest))
         buffer.write(end, _LENGTH.pack(word))
         message = buffer.view(0, end + 8, torch.uint8)
-        self._sending[turn] = links.send(message, self.peer, links.tag(HEADER, seq))
+        with self._lock:
+            if not self._is_over:  # else whoever waits for the answer learns who has left
+                self._sending[turn] = links.send(message, self.peer, links.tag(HEADER, seq))
 
     def first_word(self, seq: int) -> Word:
-        return self._incoming[seq % _TURNS].address, self._links.word(HEADER, self.peer, self._links.rank, seq)
+        address = self._incoming[seq % _TURNS].address + _WORD_AT
+        return address, self._links.word(HEADER, self.peer, self._links.rank, seq)
 
-    def has_come(self, seq: int) -> bool:
-        """Whether the first word is there."""
-        address, word = self.first_word(seq)
-        return c_uint64.from_address(address).value == word
-
-    def last_word(self, seq: int) -> Word:
-        address, word = self.first_word(seq)
-        return address + c_uint64.from_address(address + 8).value, word
+    def last_word(self, first: Word) -> Word:
+        """Where it stands again is said before the first."""
+        address, word = first[0] - _WORD_AT, first[1]
+        return address + c_uint64.from_address(address).value, word
 
     def read(self, seq: int) -> Message:
         """What has come; the memory is used again in the next step but one."""
@@ -259,15 +280,17 @@ def agree(
 
     ``outgoing`` and ``outcome`` are called on leaders: what goes to a host, and what to write into the reply.
     """
-    slots, seq = transport.slots, transport.next_step()
+    slots, seq, layout = transport.slots, transport.next_step(), transport.layout
     slots.write(request, data)
-    transport.inside("barrier")
+    if not layout.is_alone:
+        transport.inside("barrier")
     transport.has_begun()
-    if not transport.layout.is_leader:
+    if not layout.is_leader:
         transport.inside("barrier")
     else:
         last = slots.lead(seq, outgoing, outcome)
-        transport.inside("barrier")
+        if not layout.is_alone:
+            transport.inside("barrier")
         slots.post(last)  # only now: the other ranks need not wait for it
     if slots.reply.read(0, 1) == b"\0":
         return None

@@ -10,6 +10,7 @@ host has, to each other host; a broadcast goes from host to host, so none sends 
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .layout import Span, lane_pieces, overlap, spans_of
-from .links import Bulk, Word
+from .links import Bulk, ConnectionLost, Word
 from .reduction import Reduction
 
 if TYPE_CHECKING:
@@ -87,9 +88,14 @@ def all_reduce(t: HostsGroup, bulk: Bulk, source: Tensor, target: Tensor, reduct
     turns = _TURNS * layout.turns
     partials = t.scratch("partials", turns, length, reduction.partial_dtype)
     inbox = t.scratch("inbox", turns * len(layout.others), length, reduction.partial_dtype)
-    results = t.scratch("results", turns, length, reduction.dtype)
+    results = [] if layout.is_alone else t.scratch("results", turns, length, reduction.dtype)
     first: dict[int, list[Word]] = {}
     second: dict[int, list[Word]] = {}
+
+    def result_of(k: int) -> Tensor:
+        """Where this lane's piece is put together: on a host with other ranks it is spread from there."""
+        start, end = rounds.mine(k)
+        return target[start:end] if layout.is_alone else results[k % turns][: end - start]
 
     def parts(n: int) -> list[Span]:
         """By host: which part of a piece it reduces."""
@@ -114,7 +120,7 @@ def all_reduce(t: HostsGroup, bulk: Bulk, source: Tensor, target: Tensor, reduct
 
     def combine(k: int) -> None:
         start, end = rounds.mine(k)
-        result = results[k % turns][: end - start]
+        result = result_of(k)
         of_host = parts(end - start)
         a, b = of_host[layout.host]
         t.await_words(first.pop(k), layout.others)
@@ -132,9 +138,9 @@ def all_reduce(t: HostsGroup, bulk: Bulk, source: Tensor, target: Tensor, reduct
                     bulk.send(result[a:b], rounds.peer(k, host), 2 * rounds.index(k) + 1)
 
     def spread(k: int) -> None:
-        start, end = rounds.mine(k)
         t.await_words(second.pop(k), layout.others)
-        t.inside("all_gather", _views(target, rounds.spans(k)), results[k % turns][: end - start], None)
+        if not layout.is_alone:
+            t.inside("all_gather", _views(target, rounds.spans(k)), result_of(k), None)
 
     for k in range(rounds.count + 2):
         if k < rounds.count:
@@ -171,7 +177,7 @@ def reduce_scatter(
     partials = t.scratch("partials", turns, length, reduction.partial_dtype)
     inbox = t.scratch("inbox", turns * len(layout.others), length, reduction.partial_dtype)
     results = t.scratch("results", 1, length, reduction.dtype)
-    read: dict[int, Word] = {}  # by job: the word that says that the receiver has read the piece
+    read: dict[int, tuple[int, Word]] = {}  # by job: the receiver, and the word that says that it has read the piece
     waiting: deque[tuple[int, list[Word]]] = deque()  # jobs of this host, with what they wait for
 
     def index(job: int) -> int:
@@ -210,7 +216,7 @@ def reduce_scatter(
         while waiting and waiting[0][0] <= job - behind:
             finish()
         if job - turns in read:
-            t.await_words([read.pop(job - turns)], [jobs[job - turns][0]])
+            t.await_words([read.pop(job - turns)[1]], [jobs[job - turns][0]])
         start, end = by_host[host].mine(k)
         mine = partials[job % turns][: end - start]
         words = []
@@ -225,10 +231,10 @@ def reduce_scatter(
         elif start < end:
             peer = by_host[host].peer(k, host)
             bulk.send(mine, peer, index(job))
-            read[job] = bulk.acknowledgement(peer, index(job))
+            read[job] = (peer, bulk.acknowledgement(peer, index(job)))
     while waiting:
         finish()
-    t.await_words(list(read.values()), sorted({jobs[job][0] for job in read}))
+    t.await_reading(list(read.values()))
 
 
 def all_gather(t: HostsGroup, bulk: Bulk, target: Tensor, input: Tensor, counts: Sequence[int]) -> None:
@@ -282,7 +288,8 @@ def broadcast(t: HostsGroup, bulk: Bulk, target: Tensor, root: int) -> None:
             bulk.send(target[a:b], rounds.peer(k, after), rounds.index(k))
 
     if before is None:
-        t.inside("broadcast", target, layout.mine.index(root), None)
+        if not layout.is_alone:
+            t.inside("broadcast", target, layout.mine.index(root), None)
         for k in rounds.steps():
             pass_on(k)
     else:
@@ -309,6 +316,8 @@ def _spread(
     """Has all ranks of this host get the pieces of a step, when this rank's has come."""
     if k in coming:
         t.await_words([coming[k]], hosts)
+    if t.layout.is_alone:
+        return
     spans = rounds.spans(k)
     start, end = spans[t.layout.local]
     t.inside("all_gather", _views(target, spans), target[start:end], None)
@@ -331,9 +340,16 @@ def exchange(t: HostsGroup, bulk: Bulk, outputs: Sequence[Tensor], inputs: Seque
     t.settle(bulk, sources, targets)
 
 
-def settle_words(bulk: Bulk, received: Sequence[int], sent: Sequence[int]) -> list[Word]:
-    """Tells the ranks of which something was received, and the words that those sent to will send."""
-    words = [bulk.acknowledgement(peer, _END) for peer in sent]
+def settle_words(bulk: Bulk, received: Sequence[int], sent: Sequence[int]) -> dict[int, Word]:
+    """Tells the ranks of which something was received; by rank, the words that those sent to will send.
+
+    A rank whose connection is closed is told nothing, and nothing is expected of it: it may have left after this call.
+    """
+    words = {}
+    for peer in sent:
+        with contextlib.suppress(ConnectionLost):
+            words[peer] = bulk.acknowledgement(peer, _END)
     for peer in received:
-        bulk.acknowledge(peer, _END)
+        with contextlib.suppress(ConnectionLost):
+            bulk.acknowledge(peer, _END)
     return words

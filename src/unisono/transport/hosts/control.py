@@ -12,7 +12,7 @@ and it gives the communicator inside the host up, which ends waits there.
 from __future__ import annotations
 
 import json
-import re
+import os
 import threading
 import time
 import weakref
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...base.errors import UnisonoError, make_error
+from ...base.fork import fork_lock
 from .links import CONTROL, read_bytes, write_bytes
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ _NOTICE_BYTES = 1024
 _BYE_S = 1.0  # how long close waits for the other leaders' answers
 # Numbers of core/base/status.h.
 MISMATCH, PEER_LOST, TIMEOUT, ABORTED, INTERRUPTED, CLOSED, FORKED = 1, 2, 3, 4, 5, 6, 7
-_TOLD = re.compile(r"hosts:(\d+):([\d,]*):(.*)", re.DOTALL)
+_LINE_BYTES = 175  # of the core's abort line
+_MOST_PEERS = 8  # in it
 
 
 class Cause(NamedTuple):
@@ -41,20 +43,41 @@ class Cause(NamedTuple):
     peers: tuple[int, ...]
     text: str
 
-    def written(self) -> str:
-        """For the abort line of the core, which has room for 175 bytes."""
-        return f"hosts:{self.code}:{','.join(map(str, self.peers[:8]))}:{self.text}"
+    def written(self, group: int) -> str:
+        """For the abort line of the core: a mark that only this group has, then fields, the last as long as one says.
+
+        Words are cut here, so that all of them fit and the core, which may add some behind them, cuts none.
+        """
+        head = f"{_mark(group)}{self.code}:{','.join(map(str, self.peers[:_MOST_PEERS]))}:"
+        room = _LINE_BYTES - len(head) - len(f"{_LINE_BYTES}:")
+        said = self.text.encode(errors="replace")[:room].decode(errors="ignore")
+        return f"{head}{len(said)}:{said}"
 
     @classmethod
-    def read(cls, text: str) -> Cause | None:
-        found = _TOLD.search(text)
-        if found is None:
+    def read(cls, text: str, group: int) -> Cause | None:
+        """None if the words are the core's own."""
+        mark = _mark(group)
+        if not text.startswith(mark):
             return None
-        peers = tuple(int(p) for p in found[2].split(",") if p)
-        return cls(int(found[1]), peers, re.sub(r" \(reported by rank \d+\)$", "", found[3]))
+        code, peers, length, said = text[len(mark) :].split(":", 3)
+        return cls(int(code), tuple(int(p) for p in peers.split(",") if p), said[: int(length)])
 
     def error(self, op: str, seq: int, group: str, rank: int, first_cause: bool) -> UnisonoError:
         return make_error(self.code, op, seq, group, rank, self.peers, self.text, [], first_cause)
+
+
+def _mark(group: int) -> str:
+    return f"hosts:{group & 0xFFFFFF:06x}:"
+
+
+def _written(what: dict[str, Any]) -> bytes:
+    """A notice as it travels: its words are cut until it fits."""
+    while True:
+        notice = json.dumps(what, ensure_ascii=False).encode(errors="replace")
+        words = {key: value for key, value in what.items() if isinstance(value, str) and key != "kind"}
+        if len(notice) <= _NOTICE_BYTES or not any(words.values()):
+            return notice
+        what = what | {key: value[: len(value) * 3 // 4] for key, value in words.items()}
 
 
 class Control:
@@ -68,6 +91,8 @@ class Control:
         self._readers: dict[int, threading.Thread] = {}
         self._said_bye: set[int] = set()
         self._closing = False
+        # By leader. Held here too, since this object lives until all others have said goodbye: see Headers.
+        self._headers = {headers.peer: headers for headers in (*transport.slots.lower, *transport.slots.higher)}
         if not layout.is_leader:
             return
         for host in layout.others:
@@ -79,23 +104,29 @@ class Control:
                 target=self._read, args=(weakref.ref(transport), leader, notice, work), daemon=True,
                 name=f"unisono-host-{host}",
             )  # fmt: skip
-            self._readers[leader].start()
+
+    def start(self) -> None:
+        """What is heard from now on goes to the group, which must be whole."""
+        for reader in self._readers.values():
+            reader.start()
 
     def tell(self, what: dict[str, Any], only: int | None = None) -> None:
         """Sends a notice to all other leaders, or to one; never waits."""
-        text = json.dumps(what).encode()[:_NOTICE_BYTES]
         notice = torch.zeros(_NOTICE_BYTES, dtype=torch.uint8)
-        write_bytes(notice, 0, text)
+        write_bytes(notice, 0, _written(what))
         with self._lock:
             for leader in self._readers if only is None else (only,):
                 if leader in self._said_bye and what["kind"] == "bye":
                     continue
                 try:
-                    self._held.append((self._links.send(notice, leader, self._tag), notice))
+                    sent = (self._links.send(notice, leader, self._tag), notice)
                 except Exception:  # the connection is gone: that leader knows, or its end is known
                     continue
                 if what["kind"] == "bye":
                     self._said_bye.add(leader)
+                    self._links.engine.farewells.append(sent)  # it may go out when the group is no more
+                else:
+                    self._held.append(sent)
 
     def _read(self, group: weakref.ref[HostsGroup], leader: int, notice: torch.Tensor, work: Any) -> None:
         engine = self._links.engine
@@ -108,13 +139,13 @@ class Control:
                     transport.lost_leader(leader, str(error))
                 return
             del work
-            text = read_bytes(notice, 0, _NOTICE_BYTES).rstrip(b"\0")
-            what = json.loads(text)
+            what = json.loads(read_bytes(notice, 0, _NOTICE_BYTES).rstrip(b"\0"))
             transport = group()
             if what["kind"] == "bye":
-                self.tell({"kind": "bye"}, leader)
                 if transport is not None and "calls" in what:
                     transport.has_left({leader: what["calls"]}, what.get("why", ""))
+                self._headers[leader].end()
+                self.tell({"kind": "bye"}, leader)
                 return
             if transport is not None:
                 transport.hear(what)
@@ -139,7 +170,8 @@ class Control:
 # -- one thread of the process that looks after the hosts' insides
 
 _watched: weakref.WeakSet[HostsGroup] = weakref.WeakSet()
-_watched_lock = threading.Lock()
+_watched_lock = fork_lock()
+os.register_at_fork(after_in_child=_watched.clear)  # they are the parent's
 _watcher: threading.Thread | None = None
 
 
@@ -153,17 +185,12 @@ def watch(transport: HostsGroup) -> None:
             _watcher.start()
 
 
-def unwatch(transport: HostsGroup) -> None:
-    with _watched_lock:
-        _watched.discard(transport)
-
-
 def _look() -> None:
     global _watcher
     while True:
         time.sleep(_LOOK_EVERY_S)
         with _watched_lock:
-            groups = list(_watched)
+            groups = [group for group in _watched if not group.is_closed]
             if not groups:
                 _watcher = None
                 return

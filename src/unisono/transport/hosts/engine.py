@@ -14,18 +14,21 @@ import os
 import select
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._autograd import _enable_record_function as _record_functions  # of this thread
-from torch._C._distributed_c10d import ProcessGroupGloo, Store, _DistributedBackendOptions
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, _DistributedBackendOptions
 
 log = logging.getLogger("unisono")
 
 _SIOCGIFADDR = 0x8915
+MOST_FAREWELLS = 1 << 14
 _FOR_EVER = timedelta(days=20)
 
 
@@ -52,6 +55,10 @@ class Engine(Protocol):
         """A new epoll object that reports when anything comes from other hosts, if there is something to wait on."""
 
     needs_advance: bool
+    tells_ends: bool  # posting fails when the peer's connection is closed, and messages nobody receives do no harm
+    farewells: deque[Any]  # the last messages of closed groups
+    awaited: list[Any]  # receives of closed groups that are still posted
+    given_up: dict[int, float]  # rank -> when messages with it were dropped half-way: later ones may never arrive
     contexts: int  # the highest number of a group on this engine that this process knows
 
 
@@ -64,26 +71,34 @@ class BackendEngine:
 
     needs_advance = False
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, rank: int, make: Callable[[], Sequence[Any]], tells_ends: bool = False) -> None:
+        self.tells_ends = tells_ends
+        self._rank = rank
+        self.farewells: deque[Any] = deque(maxlen=MOST_FAREWELLS)
+        self.awaited: list[Any] = []
+        self.given_up: dict[int, float] = {}
         before = set(_connections())
-        pg = make()
+        self._groups = make()
         self._connections = set(_connections()) - before
-        self._send, self._recv = pg.send, pg.recv
         self.contexts = 0
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         _record_functions(False)
         try:
-            return self._send([tensor], peer, tag)  # type: ignore[no-any-return]
+            return self._group_to(peer).send([tensor], peer, tag)  # type: ignore[no-any-return]
         finally:
             _record_functions(True)
 
     def recv(self, tensor: Tensor, peer: int, tag: int, after: Any = None) -> Work:
         _record_functions(False)
         try:
-            return self._recv([tensor], peer, tag)  # type: ignore[no-any-return]
+            return self._group_to(peer).recv([tensor], peer, tag)  # type: ignore[no-any-return]
         finally:
             _record_functions(True)
+
+    def _group_to(self, peer: int) -> Any:
+        """Always the same for two ranks: only messages of one connection arrive in the order of sending."""
+        return self._groups[min(self._rank, peer) % len(self._groups)]
 
     def wait(self, work: Work) -> None:
         work.wait(_FOR_EVER)
@@ -120,16 +135,34 @@ def open_engine(name: str, store: Store, rank: int, size: int, address: str, lim
         return MpiEngine(store, rank, size, limit_s)
     limit = timedelta(seconds=max(1.0, limit_s))
     if name != "gloo":
-        return BackendEngine(lambda: _other_backend(name, store, rank, size, limit))
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = limit
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        return BackendEngine(rank, lambda: [_other_backend(name, store, rank, size, limit)])
+    interfaces = gloo_interfaces()
     if interfaces:
-        options._devices = [ProcessGroupGloo.create_device(interface=i) for i in interfaces.split(",") if i]
+        log.info("between hosts: gloo on %s (GLOO_SOCKET_IFNAME), one of them for two ranks", ", ".join(interfaces))
+        places: list[dict[str, str]] = [{"interface": interface} for interface in interfaces]
     else:
         log.info("between hosts: gloo on %s (%s)", address, interface_of(address) or "no interface has it")
-        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    return BackendEngine(lambda: ProcessGroupGloo(store, rank, size, options))
+        places = [{"hostname": address}]
+    make = partial(_gloo_groups, places, store, rank, size, limit)
+    return BackendEngine(rank, make, tells_ends=True)
+
+
+def gloo_interfaces() -> list[str]:
+    """Those that GLOO_SOCKET_IFNAME names."""
+    return [name.strip() for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name.strip()]
+
+
+def _gloo_groups(
+    places: Sequence[dict[str, str]], store: Store, rank: int, size: int, limit: timedelta
+) -> list[ProcessGroupGloo]:
+    """One group for each interface. A single one would take another interface for each tag, and so lose the order."""
+    groups = []
+    for number, place in enumerate(places):
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = limit
+        options._devices = [ProcessGroupGloo.create_device(**place)]
+        groups.append(ProcessGroupGloo(PrefixStore(f"interface {number}", store), rank, size, options))
+    return groups
 
 
 def _other_backend(name: str, store: Store, rank: int, size: int, limit: timedelta) -> Any:

@@ -1,7 +1,8 @@
 """How ranks that may be on several hosts meet: who shares a host, the communicators inside, the engine between.
 
 Two ranks share a host if one can connect to the other's Unix socket; its name is random, and abstract names belong to
-one network namespace of one machine. So each rank tries all others. If it reaches all of them, so does everybody, and
+one network namespace of one machine. Ranks of different users count as ranks of different hosts: they must not see each
+other's memory. So each rank tries all others. If it reaches all of them, so does everybody, and
 the group is one of shared memory as ever. Else ranks publish whom they reach, and their addresses; joining the
 communicator then maps and checks what was found.
 
@@ -16,6 +17,7 @@ import json
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,9 +26,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ... import _core
 from ...base import settings
-from ...base.errors import CollectiveTimeoutError, SystemCallError
+from ...base.errors import CollectiveTimeoutError, MismatchError, SystemCallError
 from ...group import rendezvous
-from .engine import addresses, choose_address, open_engine
+from .engine import addresses, choose_address, gloo_interfaces, open_engine
 from .layout import Layout
 from .links import MOST_CONTEXTS
 from .transport import HostsTransport
@@ -37,8 +39,14 @@ _NAP_S = 0.002
 def _is_near(other: rendezvous.Plan, mine: rendezvous.Plan) -> bool:
     if "pretended" in other.place or "pretended" in mine.place:
         return other.place == mine.place
+    if _user_in(other.place) != _user_in(mine.place):
+        return False  # the core shares memory with processes of the same user only
     # One that was here and is gone counts too: joining says so at once.
     return _can_connect(other.listener) or other.place == mine.place
+
+
+def _user_in(place: str) -> str:
+    return place.partition(" ")[0]
 
 
 def _can_connect(name: str) -> bool:
@@ -52,7 +60,7 @@ def _can_connect(name: str) -> bool:
 
 
 def place_of(rank: int) -> str:
-    """Where this rank seems to be: only for telling a rank that is gone from one that is elsewhere."""
+    """The user, and where this rank seems to be: that is only for telling one that is gone from one elsewhere."""
     pretended = settings.pretend_hosts.split(",")
     if settings.pretend_hosts and rank < len(pretended):
         return f"pretended {pretended[rank].strip()}"
@@ -62,7 +70,7 @@ def place_of(rank: int) -> str:
         network = os.stat("/proc/self/ns/net").st_ino
     except OSError:
         boot, network = "", 0
-    return f"{boot} {network} {socket.gethostname()} {' '.join(addresses())}"
+    return f"{os.geteuid()} {boot} {network} {socket.gethostname()} {' '.join(addresses())}"
 
 
 def meet(
@@ -77,6 +85,7 @@ def meet(
     if len(near) == size:
         return listener.join(rank, size, name, nonce, identity, timeout_s, names, left_s)
     views = _publish(store, rank, size, near, name, deadline_s)
+    _compare_settings([view["settings"] for view in views], rank, name)
     hosts = sorted({tuple(view["near"]) for view in views})
     for r, view in enumerate(views):
         if [h for h in hosts if r in h] != [tuple(view["near"])]:
@@ -89,12 +98,13 @@ def meet(
     address = choose_address(views[rank]["addresses"], views[other]["addresses"])
     left_s = max(1.0, deadline_s - time.monotonic())
     engine = open_engine(settings.hosts_engine, PrefixStore("engine", store), rank, size, address, left_s)
-    return HostsTransport(comm, layout, engine, 0, list(range(size)), name, identity, timeout_s)
+    wide = settings.hosts_fp32
+    return HostsTransport(comm, layout, engine, 0, list(range(size)), name, identity, timeout_s, wide)
 
 
 def _publish(store: Store, rank: int, size: int, near: list[int], name: str, deadline_s: float) -> list[dict[str, Any]]:
     """Shows whom this rank reaches, and reads it of all."""
-    mine = {"near": near, "addresses": addresses(), "host": socket.gethostname()}
+    mine = {"near": near, "addresses": addresses(), "host": socket.gethostname(), "settings": _shown_settings()}
     store.set(f"host/{rank}", json.dumps(mine))
     keys = [f"host/{r}" for r in range(size)]
     while not store.check(keys):
@@ -105,6 +115,29 @@ def _publish(store: Store, rank: int, size: int, near: list[int], name: str, dea
             raise error
         time.sleep(_NAP_S)
     return [json.loads(value) for value in store.multi_get(keys)]
+
+
+def _shown_settings() -> dict[str, Any]:
+    """What must be equal on all ranks: with other settings ranks would send bytes that the others do not expect."""
+    shown = {"UNISONO_HOSTS_ENGINE": settings.hosts_engine, "UNISONO_HOSTS_FP32": int(settings.hosts_fp32)}
+    if settings.hosts_engine == "gloo":
+        shown["interfaces in GLOO_SOCKET_IFNAME"] = max(1, len(gloo_interfaces()))
+    return shown
+
+
+def _compare_settings(shown: Sequence[dict[str, Any]], rank: int, name: str) -> None:
+    differing = tuple(r for r, of_rank in enumerate(shown) if of_rank != shown[rank])
+    if not differing:
+        return
+    keys = [key for key in shown[rank] if any(of_rank.get(key) != shown[rank][key] for of_rank in shown)]
+    lines = [", ".join(f"{key} {of_rank.get(key, 'none')}" for key in keys) for of_rank in shown]
+    usual, _ = Counter(lines).most_common(1)[0]
+    text = f'joining group "{name}": ranks disagree on settings that must be equal on all hosts'
+    for r, line in enumerate(lines):
+        text += f"\n  rank {r}   {line}" + ("" if line == usual else "   <- differs")
+    error = MismatchError(text)
+    error.op, error.group, error.rank, error.peers = "join", name, rank, differing
+    raise error
 
 
 rendezvous.meet_hosts = meet
@@ -118,11 +151,18 @@ def split(
     """A group of some ranks of another: of one host only, then it is one of shared memory, or over the same engine.
 
     ``contexts`` are the highest that each member has seen on the engine: the new group's is one more than all of them.
+    Groups inside a host need none. Numbers of closed groups are not used again: gloo remembers the receives that were
+    posted for them, and would give a later message of the same tag to one of those.
     """
     layout, engine = parent.layout, parent.links.engine
-    engine.contexts = max(contexts) + 1
-    if engine.contexts >= MOST_CONTEXTS:
-        raise RuntimeError(f"a process can make {MOST_CONTEXTS - 1} subgroups over several hosts, and has made them")
+    if any(layout.host_of[r] != layout.host for r in members):
+        if max(contexts) + 1 >= MOST_CONTEXTS:
+            raise RuntimeError(
+                f'split of group "{parent.name}": its ranks have made {MOST_CONTEXTS - 1} subgroups over several '
+                "hosts, and there are no numbers for more, also if those are closed. Keep subgroups instead of making "
+                "new ones, or make the whole group anew (destroy_process_group, init_process_group), which starts anew"
+            )
+        engine.contexts = max(contexts) + 1
     near = [i for i, r in enumerate(members) if layout.host_of[r] == layout.host]
     places = [layout.mine.index(members[i]) for i in near]
     comm = _split_inside(parent.comm, places, near.index(rank), name, id, timeout_s)
@@ -133,7 +173,8 @@ def split(
         hosts.setdefault(layout.host_of[r], []).append(i)
     child = Layout(rank, list(hosts.values()), [layout.names[h] for h in hosts])
     numbers = [parent.links.numbers[r] for r in members]
-    return HostsTransport(comm, child, engine, engine.contexts, numbers, name, id, timeout_s)
+    wide = parent.wide_sums
+    return HostsTransport(comm, child, engine, engine.contexts, numbers, name, id, timeout_s, wide)
 
 
 def _split_inside(

@@ -30,6 +30,7 @@ class Layout:
         self.host = self.host_of[rank]
         self.mine = self.hosts[self.host]  # the ranks of this host
         self.local = self.mine.index(rank)
+        self.is_alone = len(self.mine) == 1  # no other rank on this host
         self.lanes = max(map(len, self.hosts))
         self.turns = -(-self.lanes // len(self.mine))  # lanes of one rank here
         self.others = [h for h in range(len(self.hosts)) if h != self.host]

@@ -12,6 +12,8 @@ Dropping the works of messages that have not come withdraws them: nothing is wri
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from ctypes import memmove, string_at
 from typing import Any
 
@@ -25,7 +27,15 @@ Word = tuple[int, int]  # address, and the value that it will have
 _MASK = (1 << 64) - 1
 MOST_CONTEXTS = 1 << 12  # groups on one engine
 _MOST_VIEWS = 32
-HEADER, DATA, SEAL, ACK, CONTROL, LETTER = range(6)  # kinds of messages
+HEADER, DATA, SEAL, ACK, CONTROL, LETTER, TRY = range(7)  # kinds of messages
+
+
+class ConnectionLost(RuntimeError):
+    """The connection to ``peer`` is closed: nothing can be posted on it any more."""
+
+    def __init__(self, peer: int, why: str) -> None:
+        super().__init__(f"the connection to rank {peer} is closed: {why}")
+        self.peer = peer
 
 
 class Links:
@@ -55,11 +65,41 @@ class Links:
         """What ends a message; never 0."""
         return (hash((self.id, 7, *place)) * 0x9E37_79B9_7F4A_7C15 + 1) & _MASK | 1
 
+    def give_up(self, peers: Iterable[int]) -> None:
+        """Messages with these ranks are dropped half-way.
+
+        gloo's connection stops for good when the other end sends or asks for one that was dropped. Other groups use it
+        too, and say so instead of waiting (state.py).
+        """
+        if not self.engine.tells_ends:  # not gloo
+            return
+        self.engine.given_up.update((self.numbers[peer], time.monotonic()) for peer in peers)
+
     def send(self, tensor: Tensor, peer: int, tag: int) -> Any:
-        return self.engine.send(tensor, self.numbers[peer], tag)
+        try:
+            return self.engine.send(tensor, self.numbers[peer], tag)
+        except RuntimeError as error:
+            raise self._read_error(error, peer) from None
 
     def recv(self, tensor: Tensor, peer: int, tag: int, after: Any = None) -> Any:
-        return self.engine.recv(tensor, self.numbers[peer], tag, after)
+        try:
+            return self.engine.recv(tensor, self.numbers[peer], tag, after)
+        except RuntimeError as error:
+            raise self._read_error(error, peer) from None
+
+    def is_connected(self, peer: int) -> bool:
+        """Whether a message can still be posted; True also if the engine would not tell."""
+        if not self.engine.tells_ends:
+            return True
+        try:
+            self.recv(torch.empty(1, dtype=torch.uint8), peer, self.message_tag(TRY))  # dropped: nobody sends it
+        except ConnectionLost:
+            return False
+        return True
+
+    def _read_error(self, error: RuntimeError, peer: int) -> RuntimeError:
+        """What gloo raises names an address; only here it is known which rank was meant."""
+        return ConnectionLost(peer, str(error)) if self.engine.tells_ends else error
 
 
 def read_bytes(tensor: Tensor, start: int, end: int) -> bytes:
@@ -93,10 +133,10 @@ class Memory:
     def write(self, at: int, data: bytes) -> None:
         memmove(self._at(at, len(data)), data, len(data))
 
-    def put(self, at: int, tensor: Tensor) -> int:
-        """Copies a flat tensor to here; says how many bytes it has."""
-        n = tensor.nbytes
-        memmove(self._at(at, n), tensor.data_ptr(), n)
+    def put(self, at: int, tensor: Tensor, start: int = 0, n: int | None = None) -> int:
+        """Copies ``n`` bytes of a flat tensor to here, or all; says how many these are."""
+        n = tensor.nbytes if n is None else n
+        memmove(self._at(at, n), tensor.data_ptr() + start, n)
         return n
 
     def take(self, at: int, tensor: Tensor) -> None:
@@ -131,10 +171,12 @@ class Bulk:
         self.links = links
         self.seq = seq
         self._held: list[Any] = []  # works and words, until the call is over
-        self._acknowledged: list[Any] = []  # acknowledgements, which may be on their way when it is
+        self._peers: set[int] = set()  # whom they are with
+        self.acknowledged: list[Any] = []  # acknowledgements, which may be on their way when it is
 
     def send(self, tensor: Tensor, peer: int, index: int) -> None:
         links, me = self.links, self.links.rank
+        self._peers.add(peer)
         seal = torch.tensor([signed(links.word(self.seq, SEAL, me, peer, index))])
         self._held.append(links.send(tensor, peer, links.tag(DATA, self.seq, index)))
         self._held.append((links.send(seal, peer, links.tag(SEAL, self.seq, index)), seal))
@@ -142,6 +184,7 @@ class Bulk:
     def recv(self, tensor: Tensor, peer: int, index: int) -> Word:
         """Posts a receive; the word says when it is over."""
         work = self.links.recv(tensor, peer, self.links.tag(DATA, self.seq, index))
+        self._peers.add(peer)
         self._held.append(work)
         return self._word(SEAL, peer, index, work)
 
@@ -150,7 +193,7 @@ class Bulk:
         links, me = self.links, self.links.rank
         word = torch.tensor([signed(links.word(self.seq, ACK, me, peer, index))])
         work = links.send(word, peer, links.tag(ACK, self.seq, index))
-        self._acknowledged.append((work, word))
+        self.acknowledged.append((work, word))
 
     def acknowledgement(self, peer: int, index: int) -> Word:
         """Posts a receive for a peer's acknowledgement."""
@@ -165,3 +208,8 @@ class Bulk:
     def end(self) -> None:
         """Lets go of all messages but acknowledgements; those that have not come never will."""
         self._held.clear()
+
+    def give_up(self) -> None:
+        """The call has failed: withdraws all messages."""
+        self.links.give_up(self._peers)
+        self.end()

@@ -8,108 +8,108 @@ too. A slot is free again when its message is answered; if all are taken, sends 
 
 A receive from anyone looks for messages of all ranks on other hosts, and for messages inside this one. Whoever waits
 makes all go on; a thread does, while there are asynchronous ones.
+
+A rank that closes the group ends its streams with a *farewell*, and whoever waits tries the connection now and then:
+so a message whose other end is gone fails also where no leader is left to tell of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
 import time
+import weakref
 from collections import deque
+from collections.abc import Iterator
 from ctypes import c_uint64
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ...base.errors import UnisonoError, make_error
-from ...base.handle import Handle, Pending
+from ...base.errors import CollectiveTimeoutError, MismatchError, UnisonoError, make_error
+from ...base.handle import Handle
 from ..backend import flat
-from ..pending import Step, ThreadPending
+from ..pending import ThreadPending
 from .agreement import SMALL_BYTES
-from .control import MISMATCH, PEER_LOST, TIMEOUT, Cause
-from .links import ACK, DATA, LETTER, SEAL, Links, Memory, Word, signed
+from .control import ABORTED, MISMATCH, PEER_LOST, TIMEOUT, Cause
+from .links import ACK, DATA, LETTER, SEAL, Memory, Word, signed
+from .streams import ANSWER, HEAD, ROOM, Arrived, Incoming
 
 if TYPE_CHECKING:
     from ..protocol import Seconds
     from .state import HostsGroup
 
-_HEAD = struct.Struct("<QQqQ32s")  # the word, bytes of data, tag, slot, dtype
-_ANSWER = struct.Struct("<QQQQ")  # the word, which slot, whether it was refused, and how many bytes were expected
-_ROOM = _HEAD.size + SMALL_BYTES + 8
 _SLOTS = 2048  # messages to one rank that are not answered yet; as many as tags have room for
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 5e-5, 1e-3
 _CLOSE_S = 0.5
-
-
-class Inside:
-    """A message inside a host, whose ranks have other numbers there."""
-
-    def __init__(self, transport: HostsGroup, verb: str, pending: Pending) -> None:
-        self._transport, self._verb, self._pending = transport, verb, pending
-
-    def done(self) -> bool:
-        return self._pending.done()
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._pending.wait(timeout_s)
-
-    def error(self) -> Exception | None:
-        error = self._pending.error()
-        if isinstance(error, UnisonoError) and "sent" not in str(error):
-            return self._transport.explain(self._verb, 0, error)
-        return error
-
-    def on_done(self, callback: Step, /) -> None:
-        self._pending.on_done(callback)
-
-    @property
-    def source(self) -> int:
-        return self._transport.layout.mine[self._pending.source]
+_INSIDE_LONGER_S = 0.25  # the group's own error comes first, and names ranks and hosts
+_FAREWELL = _SLOTS  # instead of a slot: the sender has left; the tag is the number of calls it made, the data says why
+_WHY_BYTES = 200
+_TRY_EVERY_S, _LONGEST_TRY_S = 0.25, 1.0  # gloo keeps a note of every try
 
 
 class _Message(ThreadPending):
     """One send or receive."""
 
-    def __init__(self, verb: str, tensor: Tensor, peer: int | None, tag: int, deadline: float) -> None:
+    def __init__(
+        self, mailbox: Mailbox, verb: str, tensor: Tensor, peer: int | None, tag: int, deadline: float
+    ) -> None:
         super().__init__()
+        self._mailbox = weakref.ref(mailbox)  # whoever drops the group closes it
         self.verb, self.tensor, self.peer, self.tag, self.deadline = verb, flat(tensor), peer, tag, deadline
         self.slot = 0
         self.word: Word | None = None  # of a receive: it waits for this, with which its data ends
+        self.refusal: tuple[int, Exception] | None = None  # of a receive: how much it expected instead, and its error
+        self.inside: Any = None  # of a receive from anyone: that of a message inside the host, while it is under way
         self.held: list[Any] = []
+        self.has_ended = False  # it is over, or will be as soon as the mailbox's lock is free
+
+    def withdraw(self) -> None:
+        mailbox = self._mailbox()
+        if mailbox is not None:
+            mailbox.withdraw(self)
 
     def has_word(self) -> bool:
         return self.word is not None and c_uint64.from_address(self.word[0]).value == self.word[1]
 
 
-class _Arrived(NamedTuple):
-    """The head of a message that has come, with its data if that is little."""
+class _Lock:
+    """Guards a mailbox; messages that end meanwhile are completed by whoever lets it go last, with no lock held.
 
-    number: int
-    slot: int
-    n: int
-    dtype: str
-    data: Tensor
+    Completing one calls the user's callbacks, which may call the group again or wait for other threads that do.
+    """
 
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._ended: list[tuple[_Message, Exception | None]] = []
 
-class _Incoming:
-    """A stream of one kind from another rank: one receive is posted for what comes next."""
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
 
-    def __init__(self, links: Links, kind: int, source: int, room: int) -> None:
-        self._links, self._kind, self._source = links, kind, source
-        self.memory = Memory(torch.zeros(room, dtype=torch.uint8))
-        self.number = 0
-        self._work: Any = None
-        self.next()
+    def __exit__(self, *_: object) -> None:
+        ended: list[tuple[_Message, Exception | None]] = []
+        self._depth -= 1
+        if not self._depth:
+            ended, self._ended = self._ended, ended
+        self._lock.release()
+        for message, error in ended:
+            if message.done():
+                continue
+            if error is None:
+                message.set_result(None)
+            else:
+                message.set_exception(error)
 
-    def next(self) -> None:
-        """What has come was read."""
-        self.number += 1
-        self.word = self._links.word(self._kind, self._source, self._links.rank, self.number)
-        self._work = self._links.recv(self.memory.tensor, self._source, self._links.message_tag(self._kind))
-
-    def has_word(self, at: int) -> bool:
-        return c_uint64.from_address(self.memory.address + at).value == self.word
+    def end(self, message: _Message, error: Exception | None) -> None:
+        """A message is over; the first that says so counts. Only while the lock is held."""
+        message.held.clear()
+        if not message.has_ended:
+            message.has_ended = True
+            self._ended.append((message, error))
 
 
 class Mailbox:
@@ -117,34 +117,43 @@ class Mailbox:
 
     def __init__(self, transport: HostsGroup) -> None:
         self.t = transport
-        self._lock = threading.RLock()
+        self._lock = _Lock()
         self._sent: dict[int, int] = {}  # by rank: how many messages have gone to it
         self._free: dict[int, list[int]] = {}  # by rank: slots that are free
         self._waiting: dict[int, deque[_Message]] = {}  # by rank: sends that wait for a slot
         self._sends: dict[tuple[int, int], _Message] = {}  # by rank and slot: those that are on their way
         self._receives: list[_Message] = []
-        self._streams: dict[int, _Incoming] = {}  # by rank: messages from it
-        self._answers: dict[int, _Incoming] = {}  # by rank: answers to messages to it
-        self._arrived: dict[tuple[int, int], deque[_Arrived]] = {}  # by rank and tag: messages nobody has asked for
+        self._streams: dict[int, Incoming] = {}  # by rank: messages from it
+        self._answers: dict[int, Incoming] = {}  # by rank: answers to messages to it
+        self._arrived: dict[tuple[int, int], deque[Arrived]] = {}  # by rank and tag: messages nobody has asked for
         self._answered: dict[int, tuple[int, deque[Any]]] = {}  # by rank: how many answers, and the last ones
         self._thread: threading.Thread | None = None
+        self._cut_off: set[int] = set()  # ranks whose connection is closed
+        self._next_try, self._try_every_s = 0.0, _TRY_EVERY_S
 
     # -- calls
 
     def send(self, tensor: Tensor, dst: int, tag: int, timeout_s: Seconds, async_op: bool) -> Any:
         self.t.check_alive("send", self.t._done)
-        message = _Message("send", tensor, dst, tag, time.monotonic() + (timeout_s or self.t.timeout_s))
+        message = _Message(self, "send", tensor, dst, tag, time.monotonic() + (timeout_s or self.t.timeout_s))
+        little = message.tensor.nbytes <= SMALL_BYTES
         with self._lock:
             if dst not in self._answers:
-                self._answers[dst] = _Incoming(self.t.links, ACK, dst, _ANSWER.size)
+                with self._posting_to(dst):
+                    self._answers[dst] = Incoming(self.t.links, ACK, dst, ANSWER.size)
+                if dst not in self._answers:
+                    raise self._lost("send", dst)
                 self._free[dst], self._waiting[dst] = list(range(_SLOTS)), deque()
-            little = message.tensor.nbytes <= SMALL_BYTES
-            if little and not self._free[dst]:
-                message.tensor = message.tensor.clone()
+            if not little:
+                self._listen_to(dst)  # it may leave without an answer
+            if little:
+                if not self._free[dst]:
+                    message.tensor = message.tensor.clone()
+                message.set_result(None)  # over for the caller; it stays until it has come
             self._waiting[dst].append(message)
             self._begin_sends(dst)
-        if little:  # over for the caller; it stays until it has come
-            message.set_result(None)
+            self._try_soon()
+        if little:
             self._start_thread()
         return self._result(message, async_op, tensor)
 
@@ -153,33 +162,69 @@ class Mailbox:
         while waiting and self._free[dst]:
             message = waiting.popleft()
             message.slot = slot = self._free[dst].pop()
-            number = self._sent[dst] = self._sent.get(dst, 0) + 1
+            self._sends[dst, slot] = message
             data = message.tensor
             little = data.nbytes <= SMALL_BYTES
-            word = links.word(LETTER, me, dst, number)
-            room = _HEAD.size + (-(-data.nbytes // 8) * 8 if little else 0) + 8
-            head = Memory(torch.empty(room, dtype=torch.uint8))
-            head.write(0, _HEAD.pack(word, data.nbytes, message.tag, slot, str(data.dtype)[6:].encode()))
-            if little:
-                head.put(_HEAD.size, data)
-            head.write(room - 8, struct.pack("<Q", word))
-            message.held = [head, links.send(head.tensor, dst, links.message_tag(LETTER))]
-            if not little:
-                seal = torch.tensor([signed(links.word(SEAL, me, dst, number))])
-                message.held.append(links.send(data, dst, links.message_tag(DATA, slot)))
-                message.held += [seal, links.send(seal, dst, links.message_tag(SEAL, slot))]
-            self._sends[dst, slot] = message
+            with self._posting_to(dst):
+                message.held = self._send_head(dst, message.tag, slot, data, little)
+                if not little:
+                    seal = torch.tensor([signed(links.word(SEAL, me, dst, self._sent[dst]))])
+                    message.held.append(links.send(data, dst, links.message_tag(DATA, slot)))
+                    message.held += [seal, links.send(seal, dst, links.message_tag(SEAL, slot))]
+
+    def _send_head(self, dst: int, tag: int, slot: int, data: Tensor, little: bool) -> list[Any]:
+        """Sends the next message of the stream to a rank, with the data if that is little."""
+        links = self.t.links
+        number = self._sent[dst] = self._sent.get(dst, 0) + 1
+        word = links.word(LETTER, self.t.rank, dst, number)
+        room = HEAD.size + (-(-data.nbytes // 8) * 8 if little else 0) + 8
+        head = Memory(torch.empty(room, dtype=torch.uint8))
+        head.write(0, HEAD.pack(word, data.nbytes, tag, slot, str(data.dtype)[6:].encode()))
+        if little:
+            head.put(HEAD.size, data)
+        head.write(room - 8, struct.pack("<Q", word))
+        return [head, links.send(head.tensor, dst, links.message_tag(LETTER))]
+
+    def say_farewell(self, calls: int, why: str) -> None:
+        """Tells every rank on other hosts that this one sends nothing any more; never waits.
+
+        One that has no receive posted yet hears it when it has: until then the message is the engine's to keep.
+        """
+        layout, engine = self.t.layout, self.t.links.engine
+        if not engine.tells_ends:
+            return
+        said = torch.frombuffer(bytearray(why.encode()[:_WHY_BYTES] or b" "), dtype=torch.uint8)
+        with self._lock:
+            for r in range(self.t.size):
+                if layout.host_of[r] != layout.host and r not in self._cut_off:
+                    with self._posting_to(r):
+                        engine.farewells.append(self._send_head(r, calls, _FAREWELL, said, True))
 
     def recv(self, tensor: Tensor, src: int | None, tag: int, timeout_s: Seconds, async_op: bool) -> Any:
         self.t.check_alive("recv", self.t._done)
-        message = _Message("recv", tensor, src, tag, time.monotonic() + (timeout_s or self.t.timeout_s))
-        layout = self.t.layout
+        message = _Message(self, "recv", tensor, src, tag, time.monotonic() + (timeout_s or self.t.timeout_s))
         with self._lock:
             for source in range(self.t.size) if src is None else (src,):
-                if source not in self._streams and layout.host_of[source] != layout.host:
-                    self._streams[source] = _Incoming(self.t.links, LETTER, source, _ROOM)
+                self._listen_to(source)
             self._receives.append(message)
+            self._try_soon()
         return self._result(message, async_op, tensor)
+
+    def withdraw(self, message: _Message) -> None:
+        """Gives up a receive that has found nothing yet."""
+        with self._lock:
+            if message not in self._receives or message.word is not None or message.has_ended:
+                return
+            if message.inside is not None and not self._withdraw_inside(message):
+                return  # it has found something after all
+            self._receives.remove(message)
+            self._lock.end(message, CollectiveTimeoutError("the receive was withdrawn"))
+
+    def _listen_to(self, source: int) -> None:
+        layout = self.t.layout
+        if source not in self._streams and layout.host_of[source] != layout.host:
+            with self._posting_to(source):
+                self._streams[source] = Incoming(self.t.links, LETTER, source, ROOM)
 
     def _result(self, message: _Message, async_op: bool, tensor: Tensor) -> Any:
         if async_op:
@@ -214,55 +259,85 @@ class Mailbox:
 
     def _run(self) -> None:
         nap_s = _SHORTEST_NAP_S
-        while True:
-            before = self._under_way()
-            self.advance()
+        try:
+            while True:
+                before = self._under_way()
+                self.advance()
+                with self._lock:
+                    left = self._under_way()
+                    if not left:
+                        self._thread = None
+                        return
+                nap_s = _SHORTEST_NAP_S if left != before else min(nap_s * 1.2, _LONGEST_NAP_S)
+                time.sleep(nap_s)
+        except BaseException as error:  # nobody would make messages go on
             with self._lock:
-                left = self._under_way()
-                if not left:
-                    self._thread = None
-                    return
-            nap_s = _SHORTEST_NAP_S if left != before else min(nap_s * 1.2, _LONGEST_NAP_S)
-            time.sleep(nap_s)
+                self._thread = None
+            self.t.fail(Cause(ABORTED, (self.t.rank,), f"{self.t.layout.words(self.t.rank)} failed: {error!r}"))
+            raise
 
     def advance(self) -> None:
-        """Looks at all messages once; completes those that are over with no lock held."""
-        over: list[tuple[_Message, Exception | None]] = []
-        self.t.links.engine.advance()
+        """Looks at all messages once; those that are over are completed when the lock is let go."""
+        if self.t.failure is None:
+            self.t.links.engine.advance()
         with self._lock:
             if self.t.failure is not None:
-                every = [*self._sends.values(), *self._receives, *(m for w in self._waiting.values() for m in w)]
-                over = [(message, self._failure(message)) for message in every]
-                for held in (self._sends, self._receives, self._waiting, self._streams, self._answers, self._arrived):
+                self._leave_messages()
+                for message in (*self._all_sends(), *self._receives):
+                    self._lock.end(message, self._failure(message))
+                for held in (self._sends, self._receives, self._waiting, self._arrived):
                     held.clear()
+                self._leave_streams()
             for dst, stream in self._answers.items():
-                while stream.has_word(0):
-                    over.append(self._read_answer(dst, stream))
+                while stream.has_come():
+                    self._lock.end(*self._read_answer(dst, stream))
                     self._begin_sends(dst)
             for source, stream in self._streams.items():
-                while self._read_head(source, stream):
-                    stream.next()
+                while not stream.is_over and self._read_head(source, stream):
+                    with self._posting_to(source):
+                        stream.next()
             waiting = []
             for message in self._receives:
                 error = self._step(message)
                 if error is _WAITING:
                     waiting.append(message)
                 else:
-                    over.append((message, error))
-            self._receives = waiting
+                    self._lock.end(message, error)
+            self._receives = [message for message in waiting if not message.has_ended]  # or the group has failed
+            self._look_at_sends()
+            self._try_connections()
             self._look_at_time()
-        for message, error in over:
-            message.held.clear()
-            if message.done():
-                continue
-            if error is None:
-                message.set_result(None)
-            else:
-                message.set_exception(error)
 
-    def _read_answer(self, dst: int, stream: _Incoming) -> tuple[_Message, Exception | None]:
-        _, slot, refused, wanted = _ANSWER.unpack(stream.memory.read(0, _ANSWER.size))
-        stream.next()
+    def _leave_messages(self) -> None:
+        """The group has ended; what is under way would stop a connection of gloo for good if it were dropped.
+
+        Sends are left to the engine. Data that comes must not be written into the caller's memory any more: its
+        connection is given up, and other groups that need it are told so.
+        """
+        links = self.t.links
+        if not links.engine.tells_ends:
+            return
+        coming = [message for message in self._receives if message.word is not None and not message.has_word()]
+        left = [*self._sends.values(), *(message for message in coming if message.refusal)]
+        links.engine.farewells.extend(message.held.copy() for message in left)
+        links.give_up(message.source for message in coming if not message.refusal)
+
+    def _leave_streams(self) -> None:
+        """The group has ended; what others send to it may still come.
+
+        gloo stops reading a connection for good when it meets a message whose receive was posted and dropped. So the
+        posted receives are left to the engine until something has come.
+        """
+        engine, streams = self.t.links.engine, [*self._streams.values(), *self._answers.values()]
+        self._streams.clear()
+        self._answers.clear()
+        if engine.tells_ends and streams:
+            engine.awaited = [stream for stream in (*engine.awaited, *streams) if not stream.has_come()]
+
+    def _read_answer(self, dst: int, stream: Incoming) -> tuple[_Message, Exception | None]:
+        slot, refused, wanted, _ = ANSWER.unpack(stream.memory.read(0, ANSWER.size))
+        with self._posting_to(dst):
+            stream.next()
         message = self._sends.pop((dst, slot))
         self._free[dst].append(slot)
         if not refused:
@@ -273,16 +348,18 @@ class Mailbox:
             MISMATCH, "send", stream.number - 1, self.t.name, self.t.rank, [dst], text, [], False
         )
 
-    def _read_head(self, source: int, stream: _Incoming) -> bool:
+    def _read_head(self, source: int, stream: Incoming) -> bool:
         """Sorts the next message of a rank by its tag, if all of it is here."""
-        if not stream.has_word(0):
+        if not stream.has_come():
             return False
-        _, n, tag, slot, name = _HEAD.unpack(stream.memory.read(0, _HEAD.size))
+        _, n, tag, slot, name = HEAD.unpack(stream.memory.read(0, HEAD.size))
         little = n if n <= SMALL_BYTES else 0
-        if not stream.has_word(_HEAD.size + -(-little // 8) * 8):
+        data = stream.memory.tensor[HEAD.size : HEAD.size + little].clone()
+        if slot == _FAREWELL:
+            stream.is_over = True
+            self.t.has_left({source: tag}, bytes(data.tolist()).decode(errors="replace").strip())
             return False
-        data = stream.memory.tensor[_HEAD.size : _HEAD.size + little].clone()
-        arrived = _Arrived(stream.number, slot, n, name.rstrip(b"\0").decode(), data)
+        arrived = Arrived(stream.number, slot, n, name.rstrip(b"\0").decode(), data)
         self._arrived.setdefault((source, tag), deque()).append(arrived)
         if n <= SMALL_BYTES:
             self._answer(source, slot, 0, 0)
@@ -292,39 +369,75 @@ class Mailbox:
         """The error of a receive that is over, None if it went well, or _WAITING."""
         if message.word is not None:
             if not message.has_word():
-                return _WAITING
-            self._answer(message.source, message.slot, 0, 0)
-            return None
-        layout = self.t.layout
+                return self._gone(message)
+            wanted, error = message.refusal or (0, None)
+            self._answer(message.source, message.slot, int(error is not None), wanted)
+            return error
         for source in list(self._streams) if message.peer is None else [message.peer]:
             arrived = self._arrived.get((source, message.tag))
             if arrived:
+                if message.inside is not None and not self._withdraw_inside(message):
+                    break
                 return self._take(message, source, arrived.popleft())
-        if message.peer is None and self.t.comm.has_message(message.tag):
-            try:
-                place = self.t.comm.recv(message.tensor, None, message.tag, self.t.timeout_s, False)
-            except UnisonoError as error:
-                return error if error.__class__.__name__ == "MismatchError" else self.t.explain("recv", 0, error)
-            message.source = layout.mine[int(place)]  # type: ignore[arg-type]
-            return None
+        if message.peer is None:
+            return self._step_inside(message)
         return self._gone(message)
 
-    def _take(self, message: _Message, source: int, arrived: _Arrived) -> Any:
+    def _step_inside(self, message: _Message) -> Any:
+        """Looks for a message inside the host. The receive must not wait under the lock: another may have taken the
+        message meanwhile, or its sender is slow to send the rest."""
+        if message.inside is None and self.t.comm.has_message(message.tag):
+            left_s = max(0.0, message.deadline - time.monotonic()) + _INSIDE_LONGER_S
+            try:
+                handle: Any = self.t.comm.recv(message.tensor, None, message.tag, left_s, True)
+            except UnisonoError as error:
+                return error if isinstance(error, MismatchError) else self.t.explain("recv", 0, error)
+            message.inside = handle._pending
+        if message.inside is None or not message.inside.done():
+            return self._gone(message)
+        failed = message.inside.error()
+        if failed is None:
+            message.source = self.t.layout.mine[message.inside.source]
+        elif isinstance(failed, UnisonoError) and not isinstance(failed, MismatchError):
+            return self.t.explain("recv", 0, failed)
+        return failed
+
+    def _withdraw_inside(self, message: _Message) -> bool:
+        """Gives up a receive inside the host; False if it has found a message, which it then takes."""
+        message.inside.withdraw()
+        if not message.inside.done() or message.inside.error() is None:
+            return False
+        message.inside = None
+        return True
+
+    def _take(self, message: _Message, source: int, arrived: Arrived) -> Any:
         data, links = message.tensor, self.t.links
         message.source, message.slot = source, arrived.slot
+        error = None
         if arrived.n != data.nbytes or arrived.dtype != str(data.dtype)[6:]:
-            if arrived.n > SMALL_BYTES:
-                self._answer(source, arrived.slot, 1, data.nbytes)
             mine = f"{data.nbytes} bytes of {str(data.dtype)[6:]}"
             text = f"expected {mine} from rank {source}, which sent {arrived.n} bytes of {arrived.dtype}"
-            number = arrived.number
-            return make_error(MISMATCH, "recv", number, self.t.name, self.t.rank, [source], text, [], False)
+            error = make_error(MISMATCH, "recv", arrived.number, self.t.name, self.t.rank, [source], text, [], False)
         if arrived.n <= SMALL_BYTES:
-            Memory(arrived.data).take(0, data)
-            return None
+            if error is None:
+                Memory(arrived.data).take(0, data)
+            return error
+        if source in self.t._left or source in self._cut_off:
+            return self._lost("recv", source)
+        if error is not None:
+            # The data is taken all the same: gloo's connection stops for good at a send that is dropped.
+            message.refusal = data.nbytes, error
+            try:
+                data = torch.empty(arrived.n, dtype=torch.uint8)
+            except (RuntimeError, MemoryError):
+                self._answer(source, arrived.slot, 1, data.nbytes)
+                links.give_up([source])
+                return error
         seal = torch.zeros(1, dtype=torch.int64)
-        work = links.recv(data, source, links.message_tag(DATA, arrived.slot))
-        message.held = [work, seal, links.recv(seal, source, links.message_tag(SEAL, arrived.slot), work)]
+        message.held = [seal, data]
+        with self._posting_to(source):
+            work = links.recv(data, source, links.message_tag(DATA, arrived.slot))
+            message.held += [work, links.recv(seal, source, links.message_tag(SEAL, arrived.slot), work)]
         message.word = (seal.data_ptr(), links.word(SEAL, source, self.t.rank, arrived.number))
         return _WAITING
 
@@ -333,8 +446,9 @@ class Mailbox:
         links = self.t.links
         count, held = self._answered.get(source, (0, deque(maxlen=_SLOTS)))
         word = links.word(ACK, self.t.rank, source, count + 1)
-        answer = torch.tensor([signed(word), slot, refused, wanted])
-        held.append((links.send(answer, source, links.message_tag(ACK)), answer))
+        answer = torch.tensor([slot, refused, wanted, signed(word)])
+        with self._posting_to(source):
+            held.append((links.send(answer, source, links.message_tag(ACK)), answer))
         self._answered[source] = (count + 1, held)
 
     # -- how they fail
@@ -343,19 +457,65 @@ class Mailbox:
         assert self.t.failure is not None
         return self.t.failure.error(message.verb, max(1, self.t._done), self.t.name, self.t.rank, False)
 
+    @contextlib.contextmanager
+    def _posting_to(self, rank: int) -> Iterator[None]:
+        """The engine refuses to post a message when the connection is closed: then its rank is cut off."""
+        try:
+            yield
+        except RuntimeError:
+            self._cut_off.add(rank)
+
+    def _lost(self, verb: str, rank: int) -> Exception:
+        """A rank that a message needs is gone."""
+        left = self.t._left.get(rank)
+        what = "left or died: its connection was closed" if left is None else f"left: {left[1]}"
+        cause = Cause(PEER_LOST, (rank,), f"{self.t.layout.words(rank)} {what}")
+        self.t.fail(cause)
+        return (self.t.failure or cause).error(verb, max(1, self.t._done), self.t.name, self.t.rank, False)
+
     def _gone(self, message: _Message) -> Any:
-        """A sender that has left sends nothing any more."""
-        left = self.t._left
-        if message.peer in left if message.peer is not None else len(left) == self.t.size - 1:
-            r = message.peer if message.peer is not None else next(iter(left))
-            self.t.fail(Cause(PEER_LOST, (r,), f"{self.t.layout.words(r)} left: {left[r][1]}"))
-            return self._failure(message)
+        """A sender that has left sends nothing any more, nor what it has not sent to its end."""
+        gone = self.t._left.keys() | self._cut_off
+        peer = message.peer if message.word is None else message.source
+        if peer in gone if peer is not None else len(gone) == self.t.size - 1:
+            return self._lost(message.verb, peer if peer is not None else min(gone))
         return _WAITING
+
+    def _look_at_sends(self) -> None:
+        """Whoever has left or is cut off reads nothing any more."""
+        for message in self._all_sends():
+            if not (message.has_ended or message.done()) and (
+                message.peer in self._cut_off or message.peer in self.t._left
+            ):
+                self._lost(message.verb, message.peer)
+                return
+
+    def _all_sends(self) -> list[_Message]:
+        return [*self._sends.values(), *(message for waiting in self._waiting.values() for message in waiting)]
+
+    def _try_soon(self) -> None:
+        self._try_every_s = _TRY_EVERY_S
+        self._next_try = min(self._next_try, time.monotonic() + _TRY_EVERY_S)
+
+    def _try_connections(self) -> None:
+        """Learns whose connection is closed; what came before that is read once more before a message fails."""
+        now, links = time.monotonic(), self.t.links
+        if now < self._next_try or not links.engine.tells_ends:
+            return
+        self._next_try = now + self._try_every_s
+        self._try_every_s = min(2 * self._try_every_s, _LONGEST_TRY_S)
+        waiting = {m.source if m.word is not None else m.peer for m in self._receives}
+        waiting |= {dst for dst, _ in self._sends}
+        for rank in self._streams if None in waiting else waiting:
+            if rank is not None and rank not in self._cut_off and not links.is_connected(rank):
+                self._cut_off.add(rank)
 
     def _look_at_time(self) -> None:
         now = time.monotonic()
-        for message in (*self._sends.values(), *self._receives):
-            if now > message.deadline and not message.done():
+        if self.t.failure is None and self.t.links.engine.given_up and (self._sends or self._receives):
+            self.t.look_at_connections()
+        for message in (*self._all_sends(), *self._receives):
+            if now > message.deadline and not (message.has_ended or message.done()):
                 who = "anyone" if message.peer is None else self.t.layout.words(message.peer)
                 peers = () if message.peer is None else (message.peer,)
                 way = "to" if message.verb == "send" else "from"

@@ -14,6 +14,7 @@ import atexit
 import threading
 import time
 import weakref
+from collections import deque
 from ctypes import memmove
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
+
+from .engine import MOST_FAREWELLS
 
 _NAP_S = 0.0005
 _STAGED_BYTES = 256 << 10  # larger receives are data without words in them
@@ -47,6 +50,7 @@ class MpiEngine:
     """Messages over a copy of MPI's world."""
 
     needs_advance = True
+    tells_ends = False  # when a rank dies MPI ends the others
 
     def __init__(self, store: Store, rank: int, size: int, limit_s: float) -> None:
         try:
@@ -67,6 +71,9 @@ class MpiEngine:
         self._comm, self._byte = world.Create_group(world.Get_group().Incl(ranks)), MPI.BYTE
         self._status = MPI.Status
         self.contexts = 0
+        self.farewells: deque[Any] = deque(maxlen=MOST_FAREWELLS)
+        self.awaited: list[Any] = []
+        self.given_up: dict[int, float] = {}
         self._lock = threading.RLock()  # a work may be dropped by the garbage collector, anywhere
         self._sending: list[tuple[Any, Tensor, weakref.ref[MpiWork]]] = []
         self._receiving: list[weakref.ref[MpiWork]] = []

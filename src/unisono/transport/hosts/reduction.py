@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import _core
-from ...base import ops, settings
+from ...base import ops
 from ..backend import divide
 
 _SUMS = (ops.SUM, ops.AVG, ops.PREMUL_SUM)
@@ -23,9 +23,9 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Reduction:
-    """One call's operation on one dtype; ``size`` is the number of ranks."""
+    """One call's operation on one dtype; ``size`` is the number of ranks, ``wide`` the group's UNISONO_HOSTS_FP32."""
 
-    def __init__(self, op: int, factor: float, dtype: torch.dtype, size: int) -> None:
+    def __init__(self, op: int, factor: float, dtype: torch.dtype, size: int, wide: bool) -> None:
         self.op = op
         self.factor = factor
         self.dtype = dtype
@@ -34,7 +34,12 @@ class Reduction:
         self.inside = ops.name_of(ops.SUM if self.is_avg else op)  # the step inside a host
         self.inside_factor = factor if op == ops.PREMUL_SUM else None
         self.between = ops.SUM if op in _SUMS else op
-        self.partial_dtype = torch.float32 if settings.hosts_fp32 and dtype in _HALF and op in _SUMS else dtype
+        self.partial_dtype = torch.float32 if wide and dtype in _HALF and op in _SUMS else dtype
+
+    @property
+    def keeps_one(self) -> bool:
+        """Whether a single input is its own partial result: it is neither multiplied, nor widened, nor made 0 or 1."""
+        return self.op != ops.PREMUL_SUM and self.partial_dtype is self.dtype and self.dtype is not torch.bool
 
     def widened(self, tensor: Tensor) -> Tensor:
         """An input as the step inside a host takes it."""

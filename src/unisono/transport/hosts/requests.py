@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..agreement import NO_OP, Request
+from ..agreement import NO_OP, Request, Table
 
 _HEAD_BYTES = 256
 _FACTOR = struct.Struct("<8xd")
@@ -25,14 +25,16 @@ class HostsRequest(Request):
         counts: Sequence[int] = (),
         op: int = NO_OP,
         factor: float = 1.0,
-        table: tuple[Sequence[int], Sequence[int]] | None = None,
+        table: Table | None = None,
         facts: str = "",
     ) -> None:
         super().__init__(size, f"{verb} {facts}" if facts else verb, dtype, op, counts, factor, table)
         self.verb = verb
         self.seq = seq
-        if table is None:
-            self.bytes = self.bytes[:_HEAD_BYTES]
+
+    @staticmethod
+    def _written(size: int, table: Table | None) -> bytes:
+        return b"" if table is None else Request._written(size, table)
 
 
 def factor_in(request: bytes) -> float:

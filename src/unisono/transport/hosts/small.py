@@ -66,7 +66,8 @@ def reduce(
     mine, slots = t.layout.host, t.slots
     partial_dtype, count, item = reduction.partial_dtype, input.numel(), reduction.partial_dtype.itemsize
     counts = [sum(end - start for start, end in of_host) for of_host in runs]
-    made: list[Tensor] = []
+    as_it_is = t.layout.is_alone and reduction.keeps_one
+    made: list[Tensor] = [input] if as_it_is else []
 
     def partial(own: Own) -> Tensor:
         if not made:
@@ -79,12 +80,9 @@ def reduce(
         return made[0]
 
     def outgoing(own: Own, host: int, into: Memory) -> int:
-        if counts[host]:
-            partial(own)
         at = DATA_AT
         for start, end in runs[host]:
-            into.move(at, slots.partial, start * item, (end - start) * item)
-            at += (end - start) * item
+            at += into.put(at, partial(own), start * item, (end - start) * item)
         return at - DATA_AT
 
     def outcome(own: Own, came: dict[int, Message], reply: Memory) -> bool:
@@ -97,7 +95,7 @@ def reduce(
         reduction.combine_hosts(reply.view(RESULT_AT, n, input.dtype), by_host)
         return True
 
-    t.raise_mismatch(request, agree(t, request.bytes, (input,), outgoing, outcome))
+    t.raise_mismatch(request, agree(t, request.bytes, () if as_it_is else (input,), outgoing, outcome))
     return slots.reply.view(RESULT_AT, counts[mine], input.dtype)
 
 

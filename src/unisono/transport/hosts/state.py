@@ -6,8 +6,9 @@ for users; its steps that all hosts take part in have numbers of their own, for 
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,30 +32,36 @@ from .agreement import Headers, Slots
 from .control import ABORTED, CLOSED, FORKED, INTERRUPTED, PEER_LOST, TIMEOUT, Cause, Control
 from .engine import Engine
 from .layout import Layout
-from .links import Bulk, Links, Word
+from .links import Bulk, ConnectionLost, Links, Word
 from .messages import Mailbox
 from .requests import HostsRequest
-from .waiting import Arrivals, are_here
+from .waiting import Arrivals, is_here
 
 _ADVANCE_EVERY_S = 0.0002
 _LOOK_EVERY_S = 0.001
 _LONG_S = 0.02
 _INSIDE_LONGER_S = 0.25
+_DEATHS_TOLD_S = 0.5  # by then every rank has heard of a death
+_TRY_EVERY_S, _LONGEST_TRY_S = 0.25, 1.0  # gloo keeps a note of every try
+_TOLD_AT_ONCE = 64  # ranks in one notice
+_LOST = {True: "left", False: "died"}
 
 
 class HostsGroup:
     """A group whose ranks are on several hosts. ``comm`` is the core's communicator of this host's ranks."""
 
     cache_bytes = 0
+    _is_made = False  # a group whose making has failed is not closed: most of it is not there
 
     def __init__(
         self, comm: _core.Communicator, layout: Layout, engine: Engine, context: int, numbers: list[int], name: str,
-        id: int, timeout_s: float,
+        id: int, timeout_s: float, wide_sums: bool,
     ) -> None:  # fmt: skip
         self.comm = comm
         self.layout = layout
         self.rank, self.size = layout.rank, layout.size
         self.name, self.id, self.timeout_s = name, id, timeout_s
+        self.wide_sums = wide_sums  # UNISONO_HOSTS_FP32, as all ranks had it when they joined
         self.links = Links(engine, context, id, numbers, layout.rank)
         self._checker = _core.Communicator(layout.rank, layout.size)
         self._watch = c_int64()  # counts what was heard
@@ -81,16 +88,22 @@ class HostsGroup:
         self.slots = Slots(self)
         self.mailbox = Mailbox(self)
         self._control = Control(self)
+        self._control.start()
         control.watch(self)
+        self._is_made = True
 
     def __del__(self) -> None:
-        if not getattr(self, "_is_closed", True):
+        if self._is_made and not self._is_closed:
             self.close("the group was dropped", 0.0)
 
     # -- what a group is asked about itself
 
     def rename(self, name: str) -> None:
         self.name = name
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
 
     @property
     def staged_bytes(self) -> int:
@@ -121,19 +134,26 @@ class HostsGroup:
         """Runs a call now, or has the progress thread do so; one after the other, in the order of calling."""
         limit_s = timeout_s or self.timeout_s
         self.check_alive(verb, self.calls + 1)
-        with self._order:
-            seq = self._next_call()
-            now = not async_op and self._progress.is_idle
+        seq, had_turn = 0, self._turn._is_owned()  # type: ignore[attr-defined]
+        try:
+            with self._order:
+                seq = self._next_call()
+                now = not async_op and self._progress.is_idle
+                if now:
+                    self._turn.acquire()
+                else:
+                    pending = self._progress.carry_out(lambda: self._carry_out(verb, seq, run, limit_s))
             if now:
-                self._turn.acquire()
-            else:
-                pending = self._progress.carry_out(lambda: self._carry_out(verb, seq, run, limit_s))
-        if now:
-            try:
                 self._carry_out(verb, seq, run, limit_s)
-            finally:
+                return made
+        except KeyboardInterrupt:
+            if seq:  # the others make this call, and this rank does not
+                self.abort(f"{self.layout.words(self.rank)} was interrupted")
+            raise
+        finally:
+            # Ctrl-C may come at any point of the above: nothing but the lock itself knows whether it was taken.
+            if not had_turn and self._turn._is_owned():  # type: ignore[attr-defined]
                 self._turn.release()
-            return made
         if async_op:
             return Handle(pending, verb, outputs)
         Handle(pending, verb, outputs).wait()
@@ -156,10 +176,26 @@ class HostsGroup:
                 raise
             except UnisonoError as error:
                 raise self.explain(verb, seq, error) from None
+            except ConnectionLost as lost:
+                self._await_reason(lost.peer)
+                self.check_alive(verb, seq)
+                raise AssertionError("a connection was lost, and the group did not fail") from lost
             except BaseException as error:
                 what = "was interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error!r}"
                 self.fail(Cause(ABORTED, (self.rank,), f"{self.layout.words(self.rank)} {what}"))
                 raise
+
+    def _await_reason(self, peer: int) -> None:
+        """The connection to a rank is closed. It may be dead, or have ended because another is.
+
+        Whoever shares a host with the dead one knows better and tells: this rank's own guess must not come first.
+        """
+        end = time.monotonic() + _DEATHS_TOLD_S
+        while self.failure is None and peer not in self._left and time.monotonic() < end:
+            self.look()
+            time.sleep(_LOOK_EVERY_S)
+        what = "left" if peer in self._left else "died: its connection was closed"
+        self.fail(Cause(PEER_LOST, (peer,), f"{self.layout.words(peer)} {what}"))
 
     def _bulk(self) -> _Large:
         return _Large(self, Bulk(self.links, self._step))
@@ -188,44 +224,60 @@ class HostsGroup:
     def _left_s(self) -> float:
         return max(self._deadline - time.monotonic(), 1e-3)
 
-    def await_words(self, words: list[Word], hosts: Sequence[int]) -> None:
-        """Waits for messages from hosts."""
+    def await_words(self, words: list[Word], hosts: Sequence[int], most_s: float = math.inf) -> bool:
+        """Waits for messages from hosts; False if they are not here after ``most_s``."""
         advance = self.links.engine.needs_advance
         began = time.monotonic()
         while words:
             seen = self._watch.value
             self.check_alive(self._verb, self._seq)
-            left_s = self._left_s()
+            left_s = min(self._left_s(), most_s)
             limit_s = min(left_s, _ADVANCE_EVERY_S) if advance else left_s
             if self._arrivals.can_wait:
                 if self._arrivals.wait(words, min(left_s, _LOOK_EVERY_S)):
-                    return
+                    return True
                 # A look at the others, and with time for messages inside the host if it takes long.
                 limit_s = 0.0 if time.monotonic() < began + _LONG_S else _LOOK_EVERY_S
             elif advance:
                 self.links.engine.advance()
             outcome = self.comm.await_words(words, addressof(self._watch), seen, limit_s)
             if outcome == 0:
-                return
+                return True
             if outcome == 2:
                 self.look()
             elif time.monotonic() >= self._deadline:
                 self._time_out(hosts)
+            elif time.monotonic() > began + most_s:
+                return False
+        return True
 
     def await_headers(self, headers: Sequence[Headers], seq: int) -> None:
         """Waits for the other leaders' headers of a call."""
-        hosts = [h.host for h in headers]
         for i, header in enumerate(headers):  # one by one, so that a time-out names who was silent
-            for word in (header.first_word, header.last_word):
-                address, value = word(seq)
-                if not are_here([(address, value)]):
-                    silent = [h.host for h in headers[i:] if not h.has_come(seq)]
-                    self.await_words([(address, value)], silent or hosts[i : i + 1])
+            first = header.first_word(seq)
+            for word in (first, None):
+                at = word or header.last_word(first)
+                if not is_here(at):
+                    silent = [h.host for h in headers[i:] if not is_here(h.first_word(seq))]
+                    self.await_words([at], silent or [header.host])
 
     def settle(self, large: Bulk, received: Sequence[int], sent: Sequence[int]) -> None:
         """Ends the messages of a call: tells those of which something was received, and hears it from the others."""
-        words = bulk.settle_words(large, received, sent)
-        self.await_words(words, sorted({self.layout.host_of[r] for r in sent}))
+        self.await_reading(list(bulk.settle_words(large, received, sent).items()))
+
+    def await_reading(self, words: Sequence[tuple[int, Word]]) -> None:
+        """Waits for acknowledgements, each of a rank. One whose connection closes meanwhile has none to give.
+
+        It may have left after this call, which is over for it; if it died, the next call says so.
+        """
+        waiting = [(rank, word) for rank, word in words if not is_here(word)]
+        every_s = _TRY_EVERY_S
+        while waiting:
+            hosts = sorted({self.layout.host_of[rank] for rank, _ in waiting})
+            if self.await_words([word for _, word in waiting], hosts, every_s):
+                return
+            every_s = min(2 * every_s, _LONGEST_TRY_S)
+            waiting = [(rank, word) for rank, word in waiting if not is_here(word) and self.links.is_connected(rank)]
 
     def scratch(self, name: str, count: int, length: int, dtype: torch.dtype) -> list[Tensor]:
         """``count`` tensors in shared memory, kept for later calls."""
@@ -258,6 +310,8 @@ class HostsGroup:
         if os.getpid() != self._pid:
             text = "the group belongs to the parent of this process; make a new one after fork"
             raise Cause(FORKED, (), text).error(verb, seq, self.name, self.rank, False)
+        if self.failure is None and self.links.engine.given_up:
+            self.look_at_connections()
         if self.failure is None:
             for r, (calls, why) in list(self._left.items()):
                 if calls < seq:
@@ -269,6 +323,16 @@ class HostsGroup:
             first = not self._failed_in
             self._failed_in = self._failed_in or seq
             raise cause.error(verb, seq, self.name, self.rank, not first and self._failed_in != seq)
+
+    def look_at_connections(self) -> None:
+        """Another group gave a connection up that this one uses too: says so, unless a death is about to be told."""
+        numbers, given_up = self.links.numbers, self.links.engine.given_up
+        before = time.monotonic() - _DEATHS_TOLD_S
+        peers = tuple(r for r in range(self.size) if given_up.get(numbers[r], before) < before)
+        if peers:
+            who = ", ".join(self.layout.words(r) for r in peers)
+            text = f"the connection to {who} was given up: a call of another group failed in the middle of its data"
+            self.fail(Cause(ABORTED, peers, text))
 
     def explain(self, verb: str, seq: int, error: UnisonoError) -> UnisonoError:
         """An error inside the host, in the words of the whole group."""
@@ -296,22 +360,32 @@ class HostsGroup:
         if code == CLOSED:
             if ranks and not set(ranks) <= set(self._left):
                 self.has_left(dict.fromkeys(ranks, self._begun), text)
-                if self.layout.is_leader:
-                    self._control.tell({"kind": "left", "ranks": ranks, "calls": self._begun, "why": text[:200]})
+                for some in range(0, len(ranks) if self.layout.is_leader else 0, _TOLD_AT_ONCE):
+                    told = ranks[some : some + _TOLD_AT_ONCE]
+                    self._control.tell({"kind": "left", "ranks": told, "calls": self._begun, "why": text[:200]})
             return
-        cause = Cause.read(text)
-        if cause is None:
-            if code == PEER_LOST:
-                pids = self.comm.pids
-                text = ", ".join(
-                    f"{self.layout.words(r)} {'left' if f'rank {p} left' in text else 'died'} (pid {pids[p]})"
-                    for r, p in zip(ranks, places, strict=True)
-                )
-            else:
-                mine = self.layout.mine
-                text = re.sub(r"\brank (\d+)", lambda m: f"rank {mine[int(m[1]) % len(mine)]}", text)
-            cause = Cause(ABORTED if code == INTERRUPTED else code, ranks, text)
-        self.fail(cause)
+        self.fail(Cause.read(text, self.id) or self._cause_inside(code, places, text))
+
+    def _cause_inside(self, code: int, places: Sequence[int], text: str) -> Cause:
+        """What the core says of ranks of this host, by their numbers and with the host.
+
+        Its text has other numbers, so the words are made anew of what happened and to whom, where that is known.
+        """
+        pids, mine = self.comm.pids, self.layout.mine
+        ranks = tuple(mine[p] for p in places)
+        who = ", ".join(map(self.layout.words, ranks))
+        if code == PEER_LOST:
+            # The core does not tell these two apart but by its words.
+            left = {p for p in places if f"rank {p} left (pid {pids[p]}" in text}
+            text = ", ".join(f"{self.layout.words(mine[p])} {_LOST[p in left]} (pid {pids[p]})" for p in places)
+        elif code == TIMEOUT:
+            late = ", ".join(f"{self.layout.words(mine[p])} is {_state_of(pids[p])}" for p in places)
+            text = f"Timed out waiting inside the host: {late}"
+        elif code == INTERRUPTED:
+            code, text = ABORTED, f"{who} was interrupted"
+        else:
+            text = f"{who}: {text} (ranks are numbered as inside host {self.layout.host})"
+        return Cause(code, ranks, text)
 
     def hear(self, what: dict[str, Any]) -> None:
         """A notice of another leader."""
@@ -338,9 +412,9 @@ class HostsGroup:
                 return
             if tell and self.layout.is_leader:
                 # Before anybody here knows: whoever does may close the group, and the others would hear only that.
-                what = {"kind": "failed", "code": cause.code, "peers": cause.peers[:64], "text": cause.text[:400]}
-                self._control.tell(what)
-            self.comm.abort(cause.written())  # for the same reason inside the host
+                peers = cause.peers[:_TOLD_AT_ONCE]
+                self._control.tell({"kind": "failed", "code": cause.code, "peers": peers, "text": cause.text[:400]})
+            self.comm.abort(cause.written(self.id))  # for the same reason inside the host
             self.failure = cause
         self._watch.value += 1
         self.mailbox.fail()
@@ -356,16 +430,30 @@ class HostsGroup:
                 return
             self._is_closed = True
         if self.failure is None:
-            self.mailbox.wait_for_reading()
+            with contextlib.suppress(UnisonoError):
+                self.mailbox.wait_for_reading()
         with self._lock:
             if self.failure is None:
                 self.failure = Cause(CLOSED, (), "the group was closed on this rank")
         self._watch.value += 1
-        control.unwatch(self)
+        if self._last is not None:  # others may not have asked for their acknowledgements yet
+            self.links.engine.farewells.extend(self._last.acknowledged)
+        self.slots.end()
+        self.mailbox.say_farewell(self._done, reason)
         self.mailbox.fail()
         self.comm.close(reason, linger_s)
         self._control.leave(self._done, reason)
         self._arrivals.close()
+
+
+def _state_of(pid: int) -> str:
+    """Why a process may be late: "stopped", "gone" or "slow"."""
+    try:
+        with open(f"/proc/{pid}/stat", errors="replace") as file:
+            letter = file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "gone"
+    return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(letter, "slow")
 
 
 class _Large:
@@ -381,4 +469,4 @@ class _Large:
         if kind is None:
             self._transport.keep(self._large)
         else:
-            self._large.end()
+            self._large.give_up()

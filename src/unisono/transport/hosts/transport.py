@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...base import ops
 from ...base.errors import MismatchError, UnisonoError
-from ...base.handle import Handle
+from ...base.handle import Handle, Pending
 from ...base.tensors import empty, plain
 from ..backend import flat, round_products
 from ..outputs import are_shapes
-from ..protocol import Counts, Factor, Output, Seconds, Tensors
+from ..pending import Step
+from ..protocol import Counts, Factor, Output, Seconds, Tensors, Transport
 from . import bulk, small
 from .agreement import RESULT_AT, SMALL_BYTES
 from .layout import spans_of
-from .messages import Inside
 from .reduction import Reduction
 from .requests import HostsRequest
 from .state import HostsGroup
@@ -39,7 +39,7 @@ class HostsTransport(HostsGroup):
         source, into = flat(tensor), flat(target)
 
         def run(seq: int) -> None:
-            reduction = Reduction(number, times, source.dtype, self.size)
+            reduction = self._reduction(number, times, source.dtype)
             request = HostsRequest(self.size, seq, "all_reduce", source.dtype, [source.numel()], number, times)
             if source.nbytes <= SMALL_BYTES:
                 every = [[(0, source.numel())]] * self.layout.count
@@ -91,7 +91,7 @@ class HostsTransport(HostsGroup):
         factor: float,
     ) -> None:  # fmt: skip
         """Each rank gets its chunk of the reduced whole."""
-        reduction = Reduction(op, factor, source.dtype, self.size)
+        reduction = self._reduction(op, factor, source.dtype)
         request = HostsRequest(self.size, seq, verb[0], source.dtype, counts, op, factor, facts=verb[1])
         if source.nbytes <= SMALL_BYTES:
             chunks = spans_of(counts)
@@ -232,7 +232,7 @@ class HostsTransport(HostsGroup):
             verb = "matmul_reduce", said
             if counts is None:
                 every = [(0, source.numel())]
-                reduction = Reduction(number, 1.0, source.dtype, self.size)
+                reduction = self._reduction(number, 1.0, source.dtype)
                 request = HostsRequest(self.size, seq, verb[0], source.dtype, [source.numel()], number, facts=said)
                 total = torch.empty_like(source)
                 if source.nbytes <= SMALL_BYTES:
@@ -313,6 +313,9 @@ class HostsTransport(HostsGroup):
 
     # -- tensors
 
+    def _reduction(self, op: int, factor: float, dtype: torch.dtype) -> Reduction:
+        return Reduction(op, factor, dtype, self.size, self.wide_sums)
+
     def _parts(self, tensors: Tensors | None, counts: Counts) -> list[Tensor]:
         """One flat tensor per rank."""
         if not isinstance(tensors, Tensor):
@@ -334,3 +337,36 @@ def _deal(whole: Tensor, parts: Sequence[Tensor]) -> None:
     for part in parts:
         part.copy_(whole[start : start + part.numel()])
         start += part.numel()
+
+
+class Inside:
+    """A message inside a host, whose ranks have other numbers there."""
+
+    def __init__(self, transport: HostsGroup, verb: str, pending: Pending) -> None:
+        self._transport, self._verb, self._pending = transport, verb, pending
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._pending.wait(timeout_s)
+
+    def withdraw(self) -> None:
+        self._pending.withdraw()  # type: ignore[attr-defined]
+
+    def error(self) -> Exception | None:
+        error = self._pending.error()
+        if isinstance(error, UnisonoError) and not isinstance(error, MismatchError):
+            return self._transport.explain(self._verb, 0, error)
+        return error
+
+    def on_done(self, callback: Step, /) -> None:
+        self._pending.on_done(callback)
+
+    @property
+    def source(self) -> int:
+        return self._transport.layout.mine[self._pending.source]
+
+
+if TYPE_CHECKING:
+    _hosts_is_one: type[Transport] = HostsTransport

@@ -24,9 +24,13 @@ _REMEMBER_S = 2.0
 _NAP_S = 0.001
 
 
+def is_here(word: Word) -> bool:
+    """Whether a word has its value."""
+    return c_uint64.from_address(word[0]).value == word[1]
+
+
 def are_here(words: list[Word]) -> bool:
-    """Whether each word has its value."""
-    return all(c_uint64.from_address(address).value == value for address, value in words)
+    return is_here(words[0]) if len(words) == 1 else all(map(is_here, words))
 
 
 class Arrivals:
@@ -45,9 +49,18 @@ class Arrivals:
         if self._epoll is not None:
             self._epoll.close()
 
+    def _poll(self) -> bool | None:
+        """Sleeps for a moment; whether anything came, None if another thread has closed the group."""
+        assert self._epoll is not None
+        try:
+            return bool(self._epoll.poll(_NAP_S, 1))
+        except (OSError, ValueError):  # before, or in the middle of it
+            if not self._epoll.closed:
+                raise
+            return None
+
     def wait(self, words: list[Word], limit_s: float) -> bool:
         """Waits for words, not much longer than ``limit_s``; whether they are here."""
-        assert self._epoll is not None
         begin = now = time.monotonic()
         awake_until = begin + _GIVE_WAY_S if begin > self._busy_until else begin
         doze_until = 0.0
@@ -64,9 +77,9 @@ class Arrivals:
                 continue
             if now < doze_until:
                 time.sleep(_DOZE_S)
-            elif self._epoll.closed:
+            elif (found := self._poll()) is None:
                 return False
-            elif self._epoll.poll(_NAP_S, 1):
+            elif found:
                 # The engine's thread was woken too, and reads it now, or as soon as it gets a processor.
                 doze_until = time.monotonic() + _NAP_S
                 if now > self._busy_until:

@@ -1,6 +1,5 @@
-// The usual functional call, told apart in one step: plain tensors, nothing to differentiate, trace or fake, and a
-// group of ours. What is not usual is left to Python (comm_func/dispatch.py), which also has all words for what is
-// wrong.
+// The eager functional call, told apart in one step: plain tensors, nothing to differentiate, trace or fake, and a
+// group of ours. All others are left to Python (comm_func/dispatch.py), which also has all words for what is wrong.
 //
 // It is on the way of every small call. So names are interned, and types are compared by identity.
 #pragma once
@@ -15,11 +14,11 @@ void learn_torch();
 // What moves the data of a call on one tensor, or a list of them: the group's transport. None if it is to be found by
 // other means, for the group is not ours or meant by a name; False if a tensor is none, has a behaviour of its own or
 // takes part in autograd, or if torch traces: such a call has to go through torch's dispatcher.
-nanobind::object usual_transport(nanobind::handle group, nanobind::handle tensor);
-nanobind::object usual_transport_of_all(nanobind::handle group, nanobind::handle tensors);
+nanobind::object eager_transport(nanobind::handle group, nanobind::handle tensor);
+nanobind::object eager_transport_of_all(nanobind::handle group, nanobind::handle tensors);
 
 // The same with a rank, given by its global number: the transport and the rank in the group. None if either is not
-// usual.
-nanobind::object usual_partner(nanobind::handle group, nanobind::handle tensor, nanobind::handle rank);
+// such a one.
+nanobind::object eager_partner(nanobind::handle group, nanobind::handle tensor, nanobind::handle rank);
 
 }  // namespace unisono

@@ -1,5 +1,5 @@
-// See usual.h.
-#include "python/usual.h"
+// See eager.h.
+#include "python/eager.h"
 
 #include "python/arguments.h"
 
@@ -68,18 +68,18 @@ bool has_tangent(nb::handle tensor) {
   return !nb::object(dual.attr("tangent")).is_none();
 }
 
-bool is_usual(nb::handle tensor) {
+bool is_eager(nb::handle tensor) {
   PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()));
   if (type != torch.tensor && type != torch.parameter && type != torch.buffer) return false;
   nb::object requires_grad = get(tensor, torch.requires_grad);
   return !(requires_grad.is(nb::handle(Py_True)) && call(torch.is_grad_enabled)) && !has_tangent(tensor);
 }
 
-bool are_usual(nb::handle tensors) {
+bool are_eager(nb::handle tensors) {
   if (!PyList_CheckExact(tensors.ptr()) && !PyTuple_CheckExact(tensors.ptr())) return false;
   const Py_ssize_t n = PySequence_Size(tensors.ptr());
   for (Py_ssize_t i = 0; i < n; i++)
-    if (!is_usual(item_of(tensors, i))) return false;
+    if (!is_eager(item_of(tensors, i))) return false;
   return n > 0;
 }
 
@@ -144,16 +144,16 @@ void learn_torch() {
     torch.world_class = keep(nb::borrow(world.type()));
 }
 
-nb::object usual_transport(nb::handle group, nb::handle tensor) {
-  return is_usual(tensor) && !is_traced() ? transport_of(group) : nb::borrow(Py_False);
+nb::object eager_transport(nb::handle group, nb::handle tensor) {
+  return is_eager(tensor) && !is_traced() ? transport_of(group) : nb::borrow(Py_False);
 }
 
-nb::object usual_transport_of_all(nb::handle group, nb::handle tensors) {
-  return are_usual(tensors) && !is_traced() ? transport_of(group) : nb::borrow(Py_False);
+nb::object eager_transport_of_all(nb::handle group, nb::handle tensors) {
+  return are_eager(tensors) && !is_traced() ? transport_of(group) : nb::borrow(Py_False);
 }
 
-nb::object usual_partner(nb::handle group, nb::handle tensor, nb::handle rank) {
-  if (!is_usual(tensor) || is_traced()) return nb::none();
+nb::object eager_partner(nb::handle group, nb::handle tensor, nb::handle rank) {
+  if (!is_eager(tensor) || is_traced()) return nb::none();
   nb::object ours = find_ours(group);
   if (!ours.is_valid()) return nb::none();
   const Py_ssize_t place = place_of(rank, get(ours, torch.ranks));
