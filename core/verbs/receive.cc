@@ -4,6 +4,8 @@
 // which copies its envelope; compare sizes and dtypes; read the data from the entry, from where it is, or from the
 // sender's buffer as it fills; release `done`. Invariant: an envelope is copied once and only the copy is used, because
 // the sender can change the original at any time.
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -14,7 +16,12 @@
 namespace unisono {
 namespace {
 
-constexpr size_t kMostUnexpected = size_t{1} << 39;  // bytes; what is read and how much, is checked when it is read
+// No message is larger than the memory of the host that both ranks share. What is really read is checked when it is
+// read.
+size_t most_unexpected_bytes() {
+  static const auto most = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return most;
+}
 
 std::string mismatch_words(const Message& m, size_t sent_bytes, DType sent_dtype) {
   return "expected " + std::to_string(m.bytes) + " bytes of " + dtype_name(m.dtype) + " from rank " +
@@ -145,7 +152,7 @@ void Messages::take_unexpected(int from) {
   for (uint64_t i = first; i < first + depth_; i++)
     if (!is_posted(from, i)) return;  // there is still room for what is expected
   const Envelope envelope = envelope_of(from, first);
-  if (envelope.bytes > kMostUnexpected) return;  // impossible; the receive will time out
+  if (envelope.bytes > most_unexpected_bytes()) return;  // impossible; the receive will time out
   auto held = std::make_shared<Message>();
   held->peer = from;
   held->tag = envelope.tag;
