@@ -16,12 +16,10 @@ from typing import Any
 import torchcomms
 from torch import Tensor
 
+from .base import ops
+from .calls.splits import cut
+from .calls.tensors import row_count
 from .group.group import Group
-
-_OPS = {
-    "SUM": "sum", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "AVG": "avg", "BAND": "band", "BOR": "bor",
-    "BXOR": "bxor",
-}  # fmt: skip
 
 
 class Backend(torchcomms.TorchCommBackend):  # type: ignore[misc]
@@ -121,8 +119,10 @@ class Backend(torchcomms.TorchCommBackend):  # type: ignore[misc]
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], async_op: bool
     ) -> Any:
         """Splits are rows of dimension 0."""
-        expected = [rows * math.prod(output.shape[1:]) for rows in output_splits]
-        sent = [rows * math.prod(input.shape[1:]) for rows in input_splits]
+        expected, sent = (
+            cut(splits, row_count(tensor.shape), math.prod(tensor.shape[1:]), self.group.size)
+            for tensor, splits in ((output, output_splits), (input, input_splits))
+        )
         return self.group.all_to_all(output, input, expected, sent, async_op=async_op, timeout_s=self._limit_s)
 
     def scatter(self, output: Tensor, input_list: list[Tensor], root: int, async_op: bool) -> Any:
@@ -139,10 +139,11 @@ class Backend(torchcomms.TorchCommBackend):  # type: ignore[misc]
 
 def _op(op: Any) -> str:
     """The name of a torchcomms ReduceOp; PREMUL_SUM has a factor that torchcomms does not show to Python."""
-    name = op.type.name
-    if name not in _OPS:
-        raise ValueError(f"Expected one of {', '.join(_OPS)}, got {name}")
-    return _OPS[name]
+    name: str = op.type.name.lower()
+    if ops.NUMBERS.get(name) not in ops.TORCH_OPS:
+        known = ", ".join(ops.name_of(number).upper() for number in ops.TORCH_OPS)
+        raise ValueError(f"Expected one of {known}, got {op.type.name}")
+    return name
 
 
 def _environment(*names: str) -> int:

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from .. import comm_func
+from ..base import ops
+from ..calls.ops import OPS
 from ..group import names as groups
 from ..uneven import collectives as uneven
 from .crossing import on_host
@@ -106,8 +108,8 @@ def _named(function: Callable[..., Any], name: str | None = None) -> Callable[..
 
 
 def _group(word: str) -> Any:
-    if word in ("sum", "max", "min", "prod", "avg"):
-        return getattr(dist.ReduceOp, "PRODUCT" if word == "prod" else word.upper())
+    if word in OPS:
+        return ops.for_torch(*ops.read(word))
     found = groups.resolve(word)
     return dist.GroupMember.NON_GROUP_MEMBER if found is None else found
 

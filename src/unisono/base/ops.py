@@ -19,7 +19,8 @@ Op: TypeAlias = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 #: The numbers of reduce operations by name.
 NUMBERS: dict[str, int] = {name: number for name, number in _core.OPS.items() if name != "none"}
 _NAMES = {number: name for name, number in NUMBERS.items()}
-_TORCH_OPS = {number: getattr(dist.ReduceOp, name.upper()) for name, number in NUMBERS.items() if name != "premul_sum"}
+#: What torch calls them, but for premul_sum, which it makes with a factor.
+TORCH_OPS = {number: getattr(dist.ReduceOp, name.upper()) for name, number in NUMBERS.items() if name != "premul_sum"}
 AVG, SUM, PREMUL_SUM = NUMBERS["avg"], NUMBERS["sum"], NUMBERS["premul_sum"]
 
 #: The classes of torch's reduce operations. Compare types: isinstance takes microseconds for these.
@@ -35,18 +36,4 @@ def for_torch(number: int, factor: float) -> Any:
     """What torch.distributed takes for a reduce operation."""
     if number == PREMUL_SUM:
         return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
-    return _TORCH_OPS[number]
-
-
-def traced_name(op: Any) -> str:
-    """The name of a reduce operation; written for torch.compile to read."""
-    if isinstance(op, str):
-        return op
-    # By identity: of a look-up in a dict torch.compile keeps the first answer for all later ops.
-    for known, name in _BY_IDENTITY:
-        if op is known:
-            return name
-    raise ValueError("under torch.compile, 'op' must be a name or a constant such as ReduceOp.SUM")
-
-
-_BY_IDENTITY = tuple((op, _NAMES[number]) for number, op in _TORCH_OPS.items())
+    return TORCH_OPS[number]

@@ -52,6 +52,17 @@ def place(function: str, group: GroupLike) -> tuple[int, int, str]:
     return (*rank_and_size(found), name)
 
 
+def traced_group(group: GroupLike) -> str:
+    """The name by which an operator finds a group (empty: the default group); written for torch.compile to read."""
+    if group is None:
+        return ""
+    if isinstance(group, str):
+        return group
+    if isinstance(group, Group):
+        raise TypeError("under torch.compile, 'group' must be a ProcessGroup or its name, got a unisono.Group")
+    return group.group_name
+
+
 # torch.compile runs these while it traces and puts what they say into the graph. (torch.compiler.assume_constant_result
 # does the same, and would import all of the compiler.)
 for _function in (group_rank, place):

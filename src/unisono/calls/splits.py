@@ -10,67 +10,84 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any, NoReturn, TypeAlias
 
-import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from .. import _core
-from ..group.names import GroupLike, devices_of, resolve
+from ..base import ops
+from ..group.names import GroupLike
+from .tensors import check_memory, expected_got, overlap, row_count
 
 #: What a splits argument may be: a list, a tuple, torch.Size, a 1-D integer tensor, a numpy array of integers, or None.
 SplitsLike: TypeAlias = Sequence[int] | Tensor | Any | None
 
 
-def refuse_no_tensors(output: Any, input: Any) -> None:
-    """Raises for the first argument that is no tensor."""
-    for name, tensor in (("output", output), ("input", input)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"'{name}' must be a tensor\n{_expected_got('torch.Tensor', type(tensor).__name__)}")
+# -- reading
 
 
-def check_whole_and_part(
-    group: GroupLike, rank: int, size: int, whole: Tensor, part: Tensor, splits: SplitsLike, whole_is_output: bool
-) -> tuple[int, ...]:
-    """The elements of each rank's chunk of ``whole``, if everything fits; ``whole_is_output``: for messages."""
-    shape = whole.shape
-    if shape and part.dim():  # the usual case
-        counts = _core.cut_rows(splits, shape[0], shape[1:].numel() if len(shape) > 1 else 1, size)
-        if counts is not None and _core.is_part(whole, part, counts, rank, size):
-            return counts
-    _check_memory(group, whole, part, whole_is_output)
-    if whole.dtype is not part.dtype:
-        raise RuntimeError(
-            "output tensor must have the same type as input tensor\n"
-            + _expected_got(*((part.dtype, whole.dtype) if whole_is_output else (whole.dtype, part.dtype)))
-        )
-    part_elements = part.numel()
-    if not shape or (part_elements == 1 and not part.dim()):
-        name = "output" if whole_is_output is not bool(shape) else "input"
-        raise ValueError(f"'{name}' must have at least one dimension\n{_expected_got('1 or more dimensions', 'none')}")
-    counts = cut(splits, shape[0], shape[1:].numel(), size)
-    if part_elements != counts[rank]:
-        name = "input" if whole_is_output else "output"
-        raise ValueError(
-            f"'{name}' must have as many elements as this rank's rows\n"
-            + _expected_got(f"{counts[rank]} elements on rank {rank}", f"{part_elements} of shape {list(part.shape)}")
-        )
-    _check_overlap(whole, part, sum(counts[:rank]), part_elements, whole_is_output)
-    return counts
+def as_list(like: Any) -> list[Any]:
+    """Splits or counts as a list, in which torch.compile may keep symbols."""
+    if like is None:
+        return []
+    return list(like) if isinstance(like, (list, tuple)) else like.tolist()
+
+
+def numbers_in(like: Any) -> tuple[int, ...]:
+    """Whole numbers from any accepted form; TypeError, without words for users, for anything else."""
+    if is_compiling():
+        return tuple(as_list(like))
+    listed = list(_listed(like))
+    if any(isinstance(n, bool) for n in listed):
+        raise TypeError
+    return tuple(map(index, listed))
+
+
+def _listed(like: Any) -> Any:
+    return like.tolist() if type(like) is not list and hasattr(like, "tolist") else like
+
+
+def is_number(entry: Any) -> bool:
+    """Whether this is a whole number, of any type but bool."""
+    try:
+        index(entry)
+    except TypeError:
+        return False
+    return not isinstance(entry, bool)
 
 
 def splits_of(splits: SplitsLike) -> tuple[int, ...]:
     """Any accepted form of splits as a tuple, empty for an equal split."""
-    if splits is None:
-        return ()
-    if type(splits) is not list and hasattr(splits, "tolist"):
-        splits = splits.tolist()
     try:
-        return tuple(map(index, splits))
+        return () if splits is None else numbers_in(splits)
     except TypeError:
         raise TypeError(
-            f"split sizes must be whole numbers, one per rank\n"
-            f"{_expected_got('a list, tuple, torch.Size, 1-D integer tensor or integer array', repr(splits))}"
+            "split sizes must be whole numbers, one per rank\n"
+            + expected_got("a list, tuple, torch.Size, 1-D integer tensor or integer array", repr(_listed(splits)))
         ) from None
+
+
+def named_numbers(like: Any, argument: str) -> tuple[int, ...]:
+    """As :func:`numbers_in`, with an error that names the argument and the first entry that is none."""
+    try:
+        return numbers_in(like)
+    except TypeError:
+        wrong = _listed(like)
+        if isinstance(wrong, (list, tuple)):
+            wrong = next(n for n in wrong if not is_number(n))
+        raise TypeError(f"argument '{argument}' must be a list of whole numbers, got {wrong!r}") from None
+
+
+def splits_of_each(splits: Any, one: bool) -> tuple[tuple[int, ...], ...] | None:
+    """Rows per rank for every tensor of a list, or for the ``one`` that there is; None and [] mean equal splits."""
+    if splits is None or (isinstance(splits, (list, tuple)) and not splits):
+        return None
+    if one:
+        return (named_numbers(splits, "split_sizes"),)
+    if isinstance(splits, Tensor):
+        splits = splits.tolist()
+    if not isinstance(splits, (list, tuple)) or not all(hasattr(split, "__len__") for split in splits):
+        raise TypeError(f"argument 'split_sizes' must be a list of lists, one per tensor, got {splits!r}")
+    return tuple(named_numbers(split, f"split_sizes[{i}]") for i, split in enumerate(splits))
 
 
 def refuse_splits_of(op: Any) -> NoReturn:
@@ -79,6 +96,9 @@ def refuse_splits_of(op: Any) -> NoReturn:
         f"'input_split_sizes' is the third argument, 'op' the fourth: got {op} as the third\n"
         f"  write reduce_scatter_tensor_uneven(output, input, input_split_sizes, op={op}, ...)"
     )
+
+
+# -- checking
 
 
 @dataclass(frozen=True)
@@ -102,134 +122,85 @@ def check(splits: Sequence[int], rows: int, size: int, words: Words = TORCH, row
     """
     if not splits:
         if rows % size:
-            raise words.kind(f"{words.uneven}\n{_expected_got(f'a multiple of {size} rows', rows)}")
+            raise words.kind(f"{words.uneven}\n{expected_got(f'a multiple of {size} rows', rows)}")
         return
     if len(splits) != size:
-        raise words.kind(f"{words.length}\n{_expected_got(f'{size} splits', len(splits))}")
+        raise words.kind(f"{words.length}\n{expected_got(f'{size} splits', len(splits))}")
     if sum(splits) != rows:
         got = f"{list(splits)}, which add up to {sum(splits)}"
         hint = ""
         if row and sum(splits) == rows * row and not any(n % row for n in splits):
             hint = f"\n  splits are rows, not elements: for rows of {row} pass {[n // row for n in splits]}"
-        raise words.kind(f"{words.total}\n{_expected_got(f'splits that add up to {rows}', got)}{hint}")
+        raise words.kind(f"{words.total}\n{expected_got(f'splits that add up to {rows}', got)}{hint}")
     if min(splits) < 0:
-        raise ValueError(f"{words.negative}\n{_expected_got('0 or more rows each', list(splits))}")
+        raise ValueError(f"{words.negative}\n{expected_got('0 or more rows each', list(splits))}")
 
 
 def cut(splits: SplitsLike, rows: int, row: int, size: int, words: Words = TORCH) -> tuple[int, ...]:
     """The elements of each rank's part of ``rows`` rows of ``row`` elements, checked; -1 rows: as the splits say."""
-    if is_compiling():  # keep sizes that are symbols
-        given = () if splits is None else tuple(splits)
-    else:
-        counts = _core.cut_rows(splits, rows, row, size)
-        if counts is not None:
-            return counts
-        given = splits_of(splits)
+    counts = None if is_compiling() else _core.cut_rows(splits, rows, row, size)
+    if counts is not None:
+        return counts
+    given = splits_of(splits)
     check(given, sum(given) if rows < 0 else rows, size, words, row)
     return tuple([n * row for n in given or [rows // size] * size])
 
 
-def matrix_rows(matrix: Any, size: int) -> list[tuple[int, ...]]:
-    """A matrix of counts as one row per rank, from nested or flat lists, a tensor or an array."""
-    to_list = getattr(matrix, "tolist", None)
-    listed = list(matrix) if to_list is None else to_list()
-    nested = bool(listed) and not _is_number(listed[0])
-    if nested:
-        rows = [splits_of(row) for row in listed]
-    else:
-        flat = splits_of(listed)
-        rows = [flat[i : i + size] for i in range(0, len(flat), size)]
-    if len(rows) != size or any(len(row) != size for row in rows):
-        got = f"rows of {[len(row) for row in rows]}" if nested else f"{len(listed)} numbers"
-        raise RuntimeError(
-            f"Number of tensor splits not equal to group size\n{_expected_got(f'{size} rows of {size} numbers', got)}"
-        )
-    if any(n < 0 for row in rows for n in row):
-        raise ValueError(f"send counts must not be negative\n{_expected_got('0 or more elements each', rows)}")
-    return rows
+def cut_if_unequal(splits: SplitsLike, rows: int, row: int, size: int, words: Words = TORCH) -> tuple[int, ...] | None:
+    """As :func:`cut`, for one side of an all-to-all; None for equal parts."""
+    return None if not splits and rows % size == 0 else cut(splits, rows, row, size, words)
 
 
-def _is_number(entry: Any) -> bool:
-    try:
-        index(entry)
-    except TypeError:
-        return False
-    return True
+# -- tensors that are cut
 
 
-def check_exchange(
-    group: GroupLike, rank: int, size: int, output: Tensor, input: Tensor, matrix: Any
-) -> tuple[Sequence[int], Sequence[int]]:
-    """What this rank receives from each rank and sends to each, by a matrix of counts, if everything fits."""
-    counts = _core.cut_matrix(matrix, 1, rank, size)  # the usual case
-    if counts is not None and _core.is_exchange(output, input, *counts, rank, size):
-        return counts
-    _check_memory(group, input, output, whole_is_output=False)
-    if output.dtype is not input.dtype:
-        raise RuntimeError(
-            f"output tensor must have the same type as input tensor\n{_expected_got(input.dtype, output.dtype)}"
-        )
-    rows = matrix_rows(matrix, size)
-    sent, received = rows[rank], [row[rank] for row in rows]
-    for name, tensor, wanted, what in (("input", input, sum(sent), "row"), ("output", output, sum(received), "column")):
-        if tensor.numel() != wanted:
-            hint = ""
-            if tensor.dim() > 1 and tensor.shape[0] == wanted:
-                row = tensor.numel() // wanted
-                hint = f"\n  the counts are elements, not rows: for rows of {row} pass {row} times as much"
-            raise RuntimeError(
-                "Split sizes doesn't match total dim 0 size\n"
-                + _expected_got(f"an '{name}' of {wanted} elements, {what} {rank} of the matrix", tensor.numel())
-                + hint
-            )
-    if _overlap(input.data_ptr(), input.nbytes, output.data_ptr(), output.nbytes):
-        raise ValueError("'output' overlaps 'input'\n" + _expected_got("tensors apart from each other", "shared bytes"))
-    return received, sent
-
-
-def _is_sparse_or_lazy(tensor: Tensor) -> bool:
-    """Not dense, or a view whose numbers are not those in memory."""
-    return tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg()
-
-
-def _check_memory(group: GroupLike, whole: Tensor, part: Tensor, whole_is_output: bool) -> None:
-    """Dense, contiguous, and on a device that the group's backend takes."""
-    named = (("output", whole), ("input", part)) if whole_is_output else (("output", part), ("input", whole))
-    for name, tensor in named:
-        if tensor.layout is not torch.strided:
-            raise RuntimeError(f"Tensors must be dense\n{_expected_got(f'a strided {name!r}', tensor.layout)}")
-        if not tensor.is_contiguous():
-            shape = f"shape {list(tensor.shape)} with strides {list(tensor.stride())}"
-            raise RuntimeError(f"Tensors must be contiguous\n{_expected_got(f'a contiguous {name!r}', shape)}")
-        if _is_sparse_or_lazy(tensor):
-            raise ValueError(
-                f"'{name}' is a lazily conjugated or negated view; call resolve_conj() or resolve_neg() first"
-            )
-    found = resolve(group)
-    assert found is not None  # or there would be no transport
-    kinds = ["cpu"] if getattr(found, "unisono_group", None) is not None else devices_of(found)
-    for name, tensor in named:
-        if tensor.device.type not in kinds or tensor.device != named[0][1].device:
-            raise RuntimeError(
-                "Tensors must be on a supported device\n"
-                + _expected_got(" or ".join(kinds), f"'{name}' on {tensor.device}")
-            )
-
-
-def _check_overlap(whole: Tensor, part: Tensor, at: int, part_elements: int, whole_is_output: bool) -> None:
-    """Apart, or the part is exactly this rank's rows of the whole."""
-    start, begin, size = part.data_ptr(), whole.data_ptr(), whole.element_size()
-    if start != begin + at * size and _overlap(begin, whole.numel() * size, start, part_elements * size):
-        one, other = ("input", "output") if whole_is_output else ("output", "input")
+def check_whole_and_part(
+    group: GroupLike, rank: int, size: int, whole: Tensor, part: Tensor, splits: SplitsLike, whole_is_output: bool
+) -> tuple[int, ...]:
+    """The elements of each rank's chunk of ``whole``, if everything fits; ``whole_is_output``: for messages."""
+    shape = whole.shape
+    if shape and part.dim():  # the usual case
+        counts = _core.cut_rows(splits, shape[0], shape[1:].numel() if len(shape) > 1 else 1, size)
+        if counts is not None and _core.is_part(whole, part, counts, rank, size):
+            return counts
+    check_memory(group, *((whole, part) if whole_is_output else (part, whole)))
+    whole_name, part_name = ("output", "input") if whole_is_output else ("input", "output")
+    part_elements = part.numel()
+    if not shape or (part_elements == 1 and not part.dim()):
+        name = part_name if shape else whole_name
+        raise ValueError(f"'{name}' must have at least one dimension\n{expected_got('1 or more dimensions', 'none')}")
+    counts = cut(splits, shape[0], shape[1:].numel(), size)
+    if part_elements != counts[rank]:
         raise ValueError(
-            f"'{one}' overlaps '{other}' and is not exactly this rank's part\n"
-            + _expected_got("tensors apart, or this rank's own rows", "some shared bytes")
+            f"'{part_name}' must have as many elements as this rank's rows\n"
+            + expected_got(f"{counts[rank]} elements on rank {rank}", f"{part_elements} of shape {list(part.shape)}")
         )
+    own = whole.data_ptr() + sum(counts[:rank]) * whole.element_size()
+    if part.data_ptr() != own and overlap(whole, part):
+        raise ValueError(
+            f"'{part_name}' overlaps '{whole_name}' and is not exactly this rank's part\n"
+            + expected_got("tensors apart, or this rank's own rows", "some shared bytes")
+        )
+    return counts
 
 
-def _overlap(a: int, a_bytes: int, b: int, b_bytes: int) -> bool:
-    return a_bytes > 0 and b_bytes > 0 and a < b + b_bytes and b < a + a_bytes
-
-
-def _expected_got(expected: object, got: object) -> str:
-    return f"  expected {expected}, got {got}"
+def uneven_rows(splits: SplitsLike, tensor: Tensor, rank: int, size: int, gathers: bool) -> tuple[int, Sequence[int]]:
+    """Rows of the result, and the elements of each rank's part, checked; ``gathers``: the tensor is a part itself."""
+    usual = None if is_dynamo_compiling() else _core.cut_tensor(splits, tensor, rank, size, gathers)
+    if usual is not None:
+        return usual
+    if type(splits) is str or type(splits) in ops.TORCH_CLASSES:
+        raise TypeError(f"the split sizes come before 'op': expected a list of whole numbers, or None, got {splits}")
+    splits = splits_of(splits)
+    shape = tensor.shape
+    rows = row_count(shape)
+    total = rows if not gathers else -1 if splits else rows * size
+    counts = cut(splits, total, 1 if len(shape) <= 1 else shape[1:].numel(), size)
+    if total < 0:
+        total = sum(splits)
+    mine = splits[rank] if splits else total // size
+    if gathers and mine != rows:
+        raise ValueError(
+            f"'tensor' must have as many rows as this rank's split\n  expected {mine} rows on rank {rank}, got {rows}"
+        )
+    return total if gathers else mine, counts

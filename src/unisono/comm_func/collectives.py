@@ -11,10 +11,10 @@ from torch import Tensor
 from ..base.handle import Handle
 from ..base.ops import Op
 from ..calls.groups import outside
-from ..calls.splits import SplitsLike
+from ..calls.ops import SUM, reduction
+from ..calls.splits import SplitsLike, uneven_rows
 from ..group.names import GroupLike
 from ..transport.find import find_for_barrier
-from .arguments import SUM, reduction, uneven_rows
 from .dispatch import rooted, transport
 
 

@@ -17,9 +17,9 @@ from torch.compiler import is_dynamo_compiling
 
 from .._core import eager_partner, eager_transport, eager_transport_of_all
 from ..calls.groups import group_rank, outside, place
+from ..calls.tensors import expect_tensor
 from ..group.names import GroupLike
 from ..transport.find import find
-from .arguments import expect_tensor
 from .operators import Operators
 
 

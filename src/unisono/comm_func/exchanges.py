@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import index
-from typing import Any
 
 from torch import Tensor
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling
 
 from .. import _core
 from ..base.handle import Handle
 from ..base.tensors import plain
+from ..calls.exchanges import check_exchange_of_rows, check_lists, side_counts
 from ..calls.groups import transport as transport_of_group
+from ..calls.tensors import shape_of
 from ..group.names import GroupLike
-from .arguments import exchange_counts, row_count
 from .dispatch import transport, transport_of_all
 
 Shape = Tensor | Sequence[int]
@@ -46,28 +45,9 @@ def all_to_all_with_output_shape(
     function = "all_to_all_with_output_shape"
     found = transport_of_all(function, group, input_tensor_list)
     if is_dynamo_compiling() or not _core.are_exchanged(output_shape_list, input_tensor_list, found.size):
-        output_shape_list = _check_lists(function, output_shape_list, input_tensor_list, found.size)
+        output_shape_list = check_lists(function, output_shape_list, input_tensor_list, found.size)
     made = found.all_to_all(output_shape_list, input_tensor_list, None, None, None, async_op)
     return (made.outputs, made) if async_op else (made, None)
-
-
-def _check_lists(function: str, shapes: Sequence[Shape], tensors: Sequence[Tensor], size: int) -> list[tuple[int, ...]]:
-    """The shapes, all written as such, if the lists are fit for an exchange."""
-    for items in (tensors, shapes):
-        if not isinstance(items, (list, tuple)):
-            raise TypeError(f"Expected list or tuple, but got {type(items)}.")
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"Expected tensor, but got {type(tensor)}")
-    written = [_shape(shape) for shape in shapes]
-    for argument, items in (("input_tensor_list", tensors), ("output_shape_list", written)):
-        if len(items) != size:
-            raise ValueError(f"For {function}, '{argument}' must have one entry per rank: {size}, got {len(items)}")
-    dtype = tensors[0].dtype
-    for tensor in tensors:
-        if tensor.dtype != dtype:
-            raise TypeError(f"all_to_all input dtype must be the same, but got {dtype} and {tensor.dtype}.")
-    return written
 
 
 def all_to_all_single_with_output_shape(
@@ -105,9 +85,9 @@ def all_to_all_single_with_output_shape(
     if usual is not None:
         made = found.all_to_all(usual[0], tensor, usual[1], usual[2], None, async_op)
         return (made.outputs, made) if async_op else (made, None)
-    shape = _shape(output_shape)
-    output_counts = exchange_counts(function, "output", output_split_sizes, shape, found.size)
-    input_counts = exchange_counts(function, "input", input_split_sizes, tensor.shape, found.size)
+    shape = shape_of(output_shape)
+    output_counts = side_counts(function, "output", output_split_sizes, shape, found.size)
+    input_counts = side_counts(function, "input", input_split_sizes, tensor.shape, found.size)
     as_asked = len(shape) > 0 and shape[1:] == tensor.shape[1:]  # else only the elements count
     rows, source = (shape[0], tensor) if as_asked else (math.prod(shape), tensor.reshape(-1))
     made = found.all_to_all(rows, source, output_counts, input_counts, None, async_op)
@@ -138,44 +118,7 @@ def all_to_all_v_c(
         if not isinstance(tensor, Tensor):
             raise TypeError(f"Expected tensor, but got {type(tensor)}")
     found = transport_of_group("all_to_all_v_c", group, input)
-    counts = None
-    if type(send_count_matrix) is list and send_count_matrix and type(send_count_matrix[0]) is int:
-        counts = _core.cut_by_matrix(output, input, send_count_matrix, found.rank, found.size)
-    received, sent = counts or _cut_by_matrix(output, input, send_count_matrix, found.rank, found.size)
-    handle: Handle | None = found.all_to_all(output, plain(input), received, sent, None, async_op)
+    input = plain(input)
+    counts = check_exchange_of_rows(found.rank, found.size, output, input, send_count_matrix)
+    handle: Handle | None = found.all_to_all(output, input, *counts, None, async_op)
     return handle
-
-
-def _cut_by_matrix(
-    output: Tensor, input: Tensor, send_count_matrix: Any, rank: int, size: int
-) -> tuple[list[int], list[int]]:
-    """The elements this rank receives from each and sends to each, checked."""
-    if not isinstance(send_count_matrix, list):
-        raise TypeError(f"send_count_matrix must be list, but got {type(send_count_matrix)}")
-    if not all(isinstance(n, int) for n in send_count_matrix):
-        raise TypeError("send_count_matrix elements must be of type int")
-    if size * size != len(send_count_matrix):
-        raise TypeError(
-            f"send_count_matrix must be square matrix, but got {len(send_count_matrix)}.\n"
-            f"  Expected {size * size} entries, a row of {size} per rank"
-        )
-    row, other = input.shape[1:].numel(), output.shape[1:].numel()
-    if row != other:
-        raise ValueError(f"The input and output dimensions except 0 must be of equal size, but got {row} and {other}.")
-    sent = send_count_matrix[rank * size : (rank + 1) * size]
-    received = send_count_matrix[rank::size]
-    for argument, tensor, counts in (("input", input, sent), ("output", output, received)):
-        rows = row_count(tensor)
-        if min(counts) < 0 or sum(counts) != rows:
-            raise ValueError(
-                f"For all_to_all_v_c, this rank's counts must add up to the {rows} rows of '{argument}', got {counts}"
-            )
-    return [n * row for n in received], [n * row for n in sent]
-
-
-def _shape(shape: Any) -> tuple[int, ...]:
-    if isinstance(shape, Tensor):
-        return tuple(shape.shape)
-    if not isinstance(shape, (tuple, list)):
-        raise TypeError(f"Expected tensor or tuple, but got {type(shape)}")
-    return tuple(shape) if is_compiling() else tuple(map(index, shape))

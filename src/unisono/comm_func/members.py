@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from ..calls.groups import group_rank, member
 from ..group import names as groups
-from ..group.group import Group
 from ..group.names import GroupLike, global_ranks, host_ranks, rank_and_size
 
 
@@ -75,10 +74,8 @@ def destroy_group(group: str) -> None:
         raise ValueError(f"The group {group!r} is the default group; torch.distributed.destroy_process_group ends it.")
     found = groups.resolve(group)
     groups.forget(group)
-    if isinstance(found, Group):
-        found.close()
-    elif found is not None:
-        dist.destroy_process_group(found)
+    if found is not None:
+        groups.end(found)
 
 
 def get_rank(group: GroupLike = None) -> int:

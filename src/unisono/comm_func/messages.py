@@ -12,9 +12,9 @@ from .._core import eager_partner
 from ..base.handle import Handle
 from ..base.tensors import plain
 from ..calls.groups import group_rank, transport
+from ..calls.tensors import expect_tensor
 from ..group.names import GroupLike
 from ..transport.protocol import Transport
-from .arguments import expect_tensor
 
 
 def send(tensor: Tensor, dst: int = 0, group: GroupLike = None, tag: int = 0) -> None:

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..calls.ops import check_of_products
 from .gemm import DTYPES
-from .plan import Plan, Shape, Splits
+from .plan import Plan
 from .run import flat_of
-
-REDUCE_OPS = ("sum", "avg", "max", "min")
 
 
 class Options(NamedTuple):
@@ -47,38 +46,9 @@ def read_tensors(what: Any, argument: str, one: bool = False, also: type | None 
     return [what]
 
 
-def read_numbers(what: Any, argument: str) -> Shape:
-    """Whole numbers from a list, a tuple, a torch.Size, an integer tensor or array."""
-    if isinstance(what, torch.Tensor) and (what.dim() != 1 or what.dtype.is_floating_point or what.dtype.is_complex):
-        raise TypeError(f"argument '{argument}' must be a 1-D tensor of whole numbers, got {what.dtype} {what.dim()}-D")
-    if torch.compiler.is_compiling() and isinstance(what, (list, tuple)):
-        return tuple(what)  # of numbers that may be symbols
-    listed = what.tolist() if hasattr(what, "tolist") else what
-    if not isinstance(listed, (list, tuple)):
-        raise TypeError(f"argument '{argument}' must be a list of whole numbers, got {type(what).__name__}")
-    for n in listed:
-        if isinstance(n, bool) or not hasattr(n, "__index__"):
-            raise TypeError(f"argument '{argument}' must be a list of whole numbers, got {n!r}")
-    return tuple(n.__index__() for n in listed)
-
-
-def read_splits(what: Any, one: bool) -> Splits:
-    """Rows per rank for every tensor, or for the one that there is; None and an empty list mean equal splits."""
-    if what is None or (isinstance(what, (list, tuple)) and not what):
-        return None
-    if one:
-        return (read_numbers(what, "split_sizes"),)
-    if isinstance(what, torch.Tensor):
-        what = what.tolist()
-    if not isinstance(what, (list, tuple)) or not all(hasattr(split, "__len__") for split in what):
-        raise TypeError(f"argument 'split_sizes' must be a list of lists, one per tensor, got {what!r}")
-    return tuple(read_numbers(split, f"split_sizes[{i}]") for i, split in enumerate(what))
-
-
 def check_options(options: Options, bias: bool) -> None:
     scale, reduce_op, comm_turn, bias_mode, backward, order = options
-    if reduce_op not in REDUCE_OPS:
-        raise ValueError(f"argument 'reduce_op' must be one of {', '.join(REDUCE_OPS)}, got {reduce_op!r}")
+    check_of_products(reduce_op)
     if order not in (None, "tree"):
         raise ValueError(f"argument 'order' must be None or 'tree', got {order!r}")
     if order == "tree" and reduce_op != "sum":

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..calls.groups import place, transport
+from ..calls.splits import named_numbers, splits_of_each
 from ..group.names import GroupLike
 from . import operators as fused_ops
 from . import run as fused_run
@@ -22,8 +23,6 @@ from .arguments import (
     check_options,
     fit_bias,
     fit_residual,
-    read_numbers,
-    read_splits,
     read_tensors,
 )
 from .gemm import PreparedWeight, is_one_subtree_each, subtrees
@@ -362,8 +361,8 @@ def _fused(
         )
     if isinstance(split_item, bool) or not isinstance(split_item, int):
         raise TypeError(f"argument 'split_item' must be 0, 1, 2 or 3, got {split_item!r}")
-    totals = None if group_list is None else read_numbers(group_list, "group_list")
-    splits = read_splits(split_sizes, one or split_item in ((1, 3) if cut == "x" else (2, 3)))
+    totals = None if group_list is None else named_numbers(group_list, "group_list")
+    splits = splits_of_each(split_sizes, one or split_item in ((1, 3) if cut == "x" else (2, 3)))
     seen = torch.compiler.is_compiling() or (
         torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in xs + weights + biases + residuals)
     )

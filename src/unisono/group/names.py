@@ -137,6 +137,14 @@ def resolve(group: GroupLike) -> ProcessGroup | Group | None:
     )
 
 
+def end(group: ProcessGroup | Group) -> None:
+    """Gives a group up on this rank."""
+    if isinstance(group, Group):
+        group.close()
+    else:
+        dist.destroy_process_group(group)
+
+
 def name_of(group: ProcessGroup | Group) -> str:
     """A name that :func:`resolve` finds this group by, for graphs, which hold no objects."""
     return group.key if isinstance(group, Group) else str(group.group_name)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from ..calls.splits import cut
+from ..calls.splits import cut_if_unequal
 from ..group.group import Group
 from . import refusals
 
@@ -83,7 +83,4 @@ def of_root(name: str, lists: Any, rank: int, root: int, size: int) -> Any:
 def counts(tensor: Tensor, splits: Sequence[int], size: int) -> Sequence[int] | None:
     """Elements per rank from rows of dim 0 per rank; None if they are equal."""
     shape = tensor.shape
-    rows = shape[0] if shape else 0
-    if not splits and rows % size == 0:
-        return None
-    return cut(splits, rows, shape[1:].numel(), size)
+    return cut_if_unequal(splits, shape[0] if shape else 0, shape[1:].numel(), size)

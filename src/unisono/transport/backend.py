@@ -13,7 +13,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -169,10 +168,8 @@ class BackendTransport:
         self, output: Output, input: Tensors, output_counts: Counts, input_counts: Counts, timeout_s: Seconds,
         async_op: bool, /,
     ) -> Any:  # fmt: skip
-        _check_exchange(output, input)
         target, expected, scattered = self._as_one(output, output_counts)
         source, sent, _ = self._as_one(input, input_counts)
-
         if expected[self.rank] != sent[self.rank]:
             raise make_argument_error("own_part_size", "output", sent[self.rank], expected[self.rank], "input")
 
@@ -364,23 +361,6 @@ def _copied(tensor: Tensor, out: Tensor | None) -> Tensor:
         return tensor
     _copy_unless_same(out, tensor)
     return out
-
-
-def _check_exchange(output: Any, input: Any) -> None:
-    """Refuses what the core refuses: other dtypes, gaps, lazy views, and outputs over inputs."""
-    outputs, inputs = ([t] if isinstance(t, Tensor) else list(t) for t in (output, input))
-    for name, tensors in (("output", outputs), ("input", inputs)):
-        for tensor in tensors:
-            if tensor.dtype is not inputs[0].dtype:
-                raise make_argument_error("dtype_of", name, inputs[0].dtype, tensor.dtype, "input")
-            if tensor.layout is torch.strided and not tensor.is_contiguous():
-                raise make_argument_error("contiguous", name, got=(list(tensor.shape), tensor.stride()))
-            if not _is_plain(tensor):
-                raise make_argument_error("lazy", name)
-    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, i) for i, ts in enumerate((outputs, inputs)) for t in ts)
-    for (_, end, one), (start, _, other) in pairwise([span for span in spans if span[0] != span[1]]):
-        if start < end and one != other:
-            raise make_argument_error("overlap", "output", other="input")
 
 
 @cache

@@ -19,12 +19,15 @@ from torch.compiler import is_compiling
 from torch.distributed import ReduceOp
 
 from ..base import ops
-from ..calls.groups import result
-from ..calls.splits import SplitsLike, check_exchange, check_whole_and_part, refuse_no_tensors, refuse_splits_of
+from ..calls.exchanges import check_exchange, flat_matrix
+from ..calls.groups import result, traced_group
+from ..calls.ops import traced_name
+from ..calls.splits import SplitsLike, as_list, check_whole_and_part, refuse_splits_of
+from ..calls.tensors import expect_tensors
 from ..group.names import GroupLike, resolve
 from ..transport.find import find
 from ..transport.protocol import Transport
-from .tracing import as_list, flat_matrix, group_name, is_traced, untraced
+from .tracing import is_traced, untraced
 
 _operators = torch.ops.unisono  # made in operators.py
 
@@ -58,7 +61,9 @@ def all_gather_into_tensor_uneven(
     if (is_compiling() or type(output) is not Tensor or type(input) is not Tensor) and is_traced(group, output, input):
         if async_op:
             return untraced(all_gather_into_tensor_uneven, output, input, output_split_sizes, group)
-        return _operators.all_gather_into_tensor_uneven_(output, input, as_list(output_split_sizes), group_name(group))
+        return _operators.all_gather_into_tensor_uneven_(
+            output, input, as_list(output_split_sizes), traced_group(group)
+        )
     transport = _transport("all_gather_into_tensor_uneven", group, output, input)
     if transport is None:
         return None
@@ -99,7 +104,7 @@ def reduce_scatter_tensor_uneven(
         if async_op:
             return untraced(reduce_scatter_tensor_uneven, output, input, input_split_sizes, op, group)
         return _operators.reduce_scatter_tensor_uneven_(
-            output, input, as_list(input_split_sizes), ops.traced_name(op), group_name(group)
+            output, input, as_list(input_split_sizes), traced_name(op), traced_group(group)
         )
     transport = _transport("reduce_scatter_tensor_uneven", group, output, input)
     if transport is None:
@@ -140,7 +145,7 @@ def all_to_all_vc(
     if (is_compiling() or type(output) is not Tensor or type(input) is not Tensor) and is_traced(group, output, input):
         if async_op:
             return untraced(all_to_all_vc, output, input, send_count_matrix, group)
-        return _operators.all_to_all_vc_(output, input, flat_matrix(send_count_matrix), group_name(group))
+        return _operators.all_to_all_vc_(output, input, flat_matrix(send_count_matrix), traced_group(group))
     transport = _transport("all_to_all_vc", group, output, input)
     if transport is None:
         return None
@@ -153,7 +158,7 @@ def all_to_all_vc(
 def _transport(verb: str, group: GroupLike, output: Tensor, input: Tensor) -> Transport | None:
     """The group's transport; None, with a warning, if this process is not in the group."""
     if not (isinstance(output, Tensor) and isinstance(input, Tensor)) and resolve(group) is not None:
-        refuse_no_tensors(output, input)
+        expect_tensors(output, input)
     found = find(group, output)
     if found is None:
         rank = dist.get_rank() if dist.is_initialized() else -1

@@ -1,4 +1,4 @@
-"""What torch.compile and other tracers must be able to read: arguments as names, and whether a call is being traced."""
+"""Whether a call is being traced, by torch.compile or another tracer, and calls that must not be."""
 
 from __future__ import annotations
 
@@ -10,31 +10,7 @@ from torch import Tensor
 
 from ..base.handle import Finished, Handle
 from ..base.work import Work
-from ..group.group import Group
 from ..group.names import GroupLike
-
-
-def group_name(group: GroupLike) -> str:
-    """The name by which an operator finds a group; written for torch.compile to read."""
-    if group is None:
-        return ""
-    if isinstance(group, str):
-        return group
-    if isinstance(group, Group):
-        raise TypeError("under torch.compile, 'group' must be a ProcessGroup or its name, got a unisono.Group")
-    return group.group_name
-
-
-def as_list(like: Any) -> list[Any]:
-    """Splits or counts as a list, in which torch.compile may keep symbols."""
-    if like is None:
-        return []
-    return list(like) if isinstance(like, (list, tuple)) else like.tolist()
-
-
-def flat_matrix(matrix: Any) -> list[Any]:
-    """A matrix of counts as one list."""
-    return [n for row in as_list(matrix) for n in (row if isinstance(row, (list, tuple)) else [row])]
 
 
 def is_traced(group: GroupLike, *tensors: Tensor) -> bool:
