@@ -13,7 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from .trace.records import Record, live_records, printable, process_state
+from .base.processes import process_state
+from .trace.records import Record, live_records, printable
 from .trace.report import words_of_call
 
 _LAST_OPERATIONS = 64

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 
 import unisono
 from tests.multihost.pretended import LAYOUTS, over_hosts
-from unisono.base import settings
+from unisono.base import addresses, settings
 from unisono.testing import run_ranks
 from unisono.transport.hosts import engine
 
@@ -92,12 +92,12 @@ def test_the_address_is_said(pool, size):
 
 
 def test_addresses(monkeypatch):
-    assert "127.0.0.1" in engine.addresses()
-    assert engine.interface_of("127.0.0.1") == "lo"
-    assert engine.choose_address(["192.0.2.9"], ["127.0.0.1"]) == "127.0.0.1"
-    monkeypatch.setattr(engine, "address_towards", {"127.0.0.1": "127.0.0.1", "10.1.1.1": "10.1.1.2"}.get)
+    assert "127.0.0.1" in addresses.addresses()
+    assert addresses.interface_of("127.0.0.1") == "lo"
+    assert addresses.choose_address(["192.0.2.9"], ["127.0.0.1"]) == "127.0.0.1"
+    monkeypatch.setattr(addresses, "address_towards", {"127.0.0.1": "127.0.0.1", "10.1.1.1": "10.1.1.2"}.get)
     # A host whose name resolves to loopback is still reached by its other address.
-    assert engine.choose_address([], ["127.0.1.1", "10.1.1.1"]) == "10.1.1.2"
+    assert addresses.choose_address([], ["127.0.1.1", "10.1.1.1"]) == "10.1.1.2"
 
 
 def test_mpi_says_what_it_needs():

@@ -11,8 +11,9 @@ What the adapters refuse in the words of other libraries (torch_npu, MindSpore, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch.distributed import DistBackendError
 
@@ -174,6 +175,21 @@ def _in_elements(elements: int, counts: Any) -> str:
         return ""
     row = elements // rows
     return f"\n  counts are elements, not rows: for rows of {row} pass {[n * row for n in counts]}"
+
+
+Failure = TypeVar("Failure", bound=UnisonoError)
+
+
+def with_facts(error: Failure, op: str, group: str, rank: int, peers: Iterable[int]) -> Failure:
+    """An error of a group made in Python, with what programs read of it."""
+    error.op, error.group, error.rank, error.peers = op, group, rank, tuple(peers)
+    return error
+
+
+def lines_of_ranks(lines: Mapping[int, str]) -> str:
+    """What every rank wanted, a line each; those that differ from most are marked."""
+    usual, _ = Counter(lines.values()).most_common(1)[0]
+    return "".join(f"\n  rank {r}   {line}" + ("" if line == usual else "   <- differs") for r, line in lines.items())
 
 
 # In the order of `Code` in core/base/status.h.

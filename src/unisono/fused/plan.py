@@ -8,7 +8,6 @@ computed and reduced together. Nothing here touches a tensor's numbers: plans de
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..base.counter import number_of
 from ..calls.splits import Words, check
 
 Shape = tuple[int, ...]
@@ -69,13 +69,13 @@ class Plan:
 
     @functools.cached_property
     def number(self) -> int:
-        """63 bits that stand for what must be the same on all ranks; k may differ, but for the tree order."""
-        return _number_of(self.what, self.rows, self.columns, self.counts, self.depths)
+        """62 bits that stand for what must be the same on all ranks; k may differ, but for the tree order."""
+        return number_of(self.what, self.rows, self.columns, self.counts, self.depths)
 
     @functools.cached_property
     def agreed(self) -> int:
         """The same without k."""
-        return _number_of(self.what, self.rows, self.columns, self.counts)
+        return number_of(self.what, self.rows, self.columns, self.counts)
 
     def pieces(self, wanted: int) -> tuple[Piece, ...]:
         """The flat space in about as many pieces of nearly equal size, cut between rows."""
@@ -107,10 +107,6 @@ class Plan:
             counts.append(max(0, min(end, at + n) - max(begin, at)))
             at += n
         return Piece(tuple(parts), begin, end - begin, counts or None)
-
-
-def _number_of(*facts: Any) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def own_count(counts: Sequence[int] | None, rank: int, size: int, total: int) -> int:

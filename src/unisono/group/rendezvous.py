@@ -15,8 +15,8 @@ import json
 import math
 import os
 import secrets
+import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,8 +24,16 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from .. import _core
-from ..base import log
-from ..base.errors import CollectiveTimeoutError, MismatchError, SystemCallError, UnisonoError
+from ..base import log, settings
+from ..base.addresses import addresses
+from ..base.errors import (
+    CollectiveTimeoutError,
+    MismatchError,
+    SystemCallError,
+    UnisonoError,
+    lines_of_ranks,
+    with_facts,
+)
 from ..version import __version__
 
 VERSION = f"{__version__}, memory layout {_core.LAYOUT}"
@@ -33,10 +41,9 @@ VERSION = f"{__version__}, memory layout {_core.LAYOUT}"
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0005, 0.05
 _MOST_SHOWN = 16  # of a list of ranks
 
-# How ranks join once their plans are known, on one host or over several, and where one seems to be. A layer above sets
-# them, transport/hosts, since it needs transports.
-meet_hosts: Callable[..., Any] | None = None
-place_of: Callable[[int], str] | None = None
+# How ranks join once their plans are known, on one host or over several. A layer above sets it, transport/hosts, since
+# over several hosts a group is made of other transports.
+join_hosts: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,20 @@ def missing_variables() -> str:
     return ", ".join(k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ)
 
 
+def place_of(rank: int) -> str:
+    """The user, and where this rank seems to be: that is only for telling one that is gone from one elsewhere."""
+    pretended = settings.pretend_hosts.split(",")
+    if settings.pretend_hosts and rank < len(pretended):
+        return f"pretended {pretended[rank].strip()}"
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        network = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        boot, network = "", 0
+    return f"{os.geteuid()} {boot} {network} {socket.gethostname()} {' '.join(addresses())}"
+
+
 def meet(
     store: Store, rank: int, size: int, members: Sequence[int] | None, name: str, timeout_s: float, deadline_s: float
 ) -> Any:
@@ -95,7 +116,7 @@ def meet(
     if len(numbers) != size or len(set(numbers)) != size or min(numbers) < 0:
         raise ValueError(f"argument 'ranks' must be {size} different ranks, got {numbers}")
     me = numbers[rank]
-    assert meet_hosts is not None and place_of is not None
+    assert join_hosts is not None
     use = store.add(f"unisono/{name}/uses/{me}", 1)
     prefix = f"unisono/{name}/{use}"
     try:
@@ -134,7 +155,7 @@ def meet(
     nonce = bytes.fromhex(first.nonce)
     identity = int.from_bytes(nonce[:8], "little") | 1
     inner = PrefixStore(prefix, store)
-    return meet_hosts(listener, plans, rank, name, nonce, identity, timeout_s, deadline_s, inner)
+    return join_hosts(listener, plans, rank, name, nonce, identity, timeout_s, deadline_s, inner)
 
 
 def wait_for(store: Store, keys: list[str], deadline_s: float) -> bool:
@@ -158,10 +179,7 @@ def _late(
         other = store.add(f"unisono/{name}/uses/{r}", 0)
         if other or use > 1:  # it may have come, but not in the same turn
             text += f"\n  rank {mine.rank} has joined by this name {use} times, rank {r} {other} times"
-    error = CollectiveTimeoutError(text)
-    error.op, error.group, error.rank = "join", name, rank
-    error.peers = tuple(mine.members.index(r) for r in late)
-    return error
+    return with_facts(CollectiveTimeoutError(text), "join", name, rank, map(mine.members.index, late))
 
 
 def _mismatch(store: Store, prefix: str, name: str, rank: int, mine: Plan, first: Plan) -> MismatchError:
@@ -174,13 +192,8 @@ def _mismatch(store: Store, prefix: str, name: str, rank: int, mine: Plan, first
         if store.check([f"{prefix}/at/{r}"]):
             plans[r] = Plan.read(store.get(f"{prefix}/at/{r}"))
     plans[mine.rank] = mine
-    peers = tuple(r for r, plan in sorted(plans.items()) if mine.differs(plan))
+    peers = [r for r, plan in sorted(plans.items()) if mine.differs(plan)]
     what = next(filter(None, (a.differs(b) for a in plans.values() for b in plans.values())), "the ranks")
     lines = {r: plan.line("version" in what) for r, plan in sorted(plans.items())}
-    usual, _ = Counter(lines.values()).most_common(1)[0]
-    text = f'joining group "{name}": ranks disagree on {what}'
-    for r, line in lines.items():
-        text += f"\n  rank {r}   {line}" + ("" if line == usual else "   <- differs")
-    error = MismatchError(text)
-    error.op, error.group, error.rank, error.peers = "join", name, rank, peers
-    return error
+    error = MismatchError(f'joining group "{name}": ranks disagree on {what}{lines_of_ranks(lines)}')
+    return with_facts(error, "join", name, rank, peers)

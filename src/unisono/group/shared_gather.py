@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from ..base.counter import number_of
-from ..base.errors import HeapMemoryError, MismatchError, UnisonoError
+from ..base.errors import HeapMemoryError, MismatchError, UnisonoError, with_facts
 from ..base.tensors import empty
 from .group import Group
 
@@ -78,8 +78,7 @@ class SharedGather:
                 f'SharedGather in group "{group.name}": ranks {differing} were asked for something else than rank 0; '
                 f"rank {group.rank}: counts {self.counts}, tail {tail}, {dtype}"
             )
-            error.op, error.group, error.rank, error.peers = "SharedGather", group.name, group.rank, tuple(differing)
-            raise error
+            raise with_facts(error, "SharedGather", group.name, group.rank, differing)
 
     @property
     def input(self) -> torch.Tensor:

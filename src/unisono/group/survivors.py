@@ -11,7 +11,7 @@ import torch
 
 from .. import _core
 from ..base.counter import number_of
-from ..base.errors import AbortedError, PeerLostError, UnisonoError
+from ..base.errors import AbortedError, PeerLostError, UnisonoError, with_facts
 from ..base.kept import Inherited
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ def _agree_once(comm: _core.Communicator, excluded: list[int], limit_s: float) -
 def _also_lost(group: Group, lost: list[int]) -> PeerLostError:
     who = ", ".join(f"rank {r} (pid {group.transport.pids[r]})" for r in lost)
     error = PeerLostError(f'shrink of group "{group.name}": {who} is lost too; leave it out as well')
-    error.op, error.group, error.rank, error.peers = "shrink", group.name, group.rank, tuple(lost)
-    return error
+    return with_facts(error, "shrink", group.name, group.rank, lost)
 
 
 def read_estate(group: Group, rank: int, estate: _core.Estate) -> dict[str, Inherited]:

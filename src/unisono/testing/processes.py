@@ -27,6 +27,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from unisono.base.processes import process_state
 from unisono.testing import rank_main
 from unisono.testing.fork_server import STACK_SIGNAL
 
@@ -186,12 +187,7 @@ class Rank:
             self._fork_server.send({"pid": self.pid, "signal": number})
 
     def is_stopped(self) -> bool:
-        try:
-            # After the name, which is in parentheses and may hold anything, comes the state.
-            text = Path(f"/proc/{self.pid}/stat").read_text(errors="replace")
-            return text.rpartition(")")[2].split()[0] in ("T", "t")
-        except OSError:
-            return False
+        return self.pid is not None and process_state(self.pid) == "stopped"
 
 
 class Ranks:

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from ..base.errors import CollectiveTimeoutError
+from ..base.errors import CollectiveTimeoutError, with_facts
 from ..base.handle import Handle
 from ..group.group import Group
 
@@ -54,7 +54,6 @@ def barrier(group: Group, limit_s: float, wait_all_ranks: bool, tag: int) -> Non
             arrival._withdraw()  # type: ignore[union-attr]
         who = ("Ranks " if len(missing) > 1 else "Rank ") + ", ".join(map(str, missing))
         error = CollectiveTimeoutError(f"[Rank 0]: {who} failed to pass monitoredBarrier in {limit_s * 1000:.0f} ms")
-        error.op, error.group, error.rank, error.peers = "monitored_barrier", group.name, 0, tuple(missing)
-        raise error
+        raise with_facts(error, "monitored_barrier", group.name, 0, missing)
     for r in range(1, group.size):
         group.send(word, r, tag)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import _core
+from ..base.processes import process_state
 
 #: What one process did: "pid", "token", "why", "groups", "waits", "operations"; see core/memory/dump.cc. Where it was
 #: read out of memory also "state": what the kernel said of the process then.
@@ -58,18 +59,6 @@ def read_process(pid: int, most: int = 0) -> Record:
     if process_state(pid) == "gone":
         raise NoRecord(f"process {pid} has ended; one that shares a group with it may still hold its memory")
     raise NoRecord(f"process {pid} has no group of this version of unisono")
-
-
-def process_state(pid: int) -> str:
-    """What the kernel says of a process: "running", "sleeping", "stopped", "gone", or a rarer state's letter."""
-    try:
-        with open(f"/proc/{pid}/stat", errors="replace") as file:
-            letter = file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "gone"
-    return {"R": "running", "S": "sleeping", "T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(
-        letter, letter
-    )
 
 
 def _heaps_of(pid: int, most: int) -> Iterator[Record]:

@@ -8,12 +8,10 @@ wait of gloo cannot be ended. Whoever needs to know looks at the memory (links.p
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import select
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -25,9 +23,10 @@ from torch import Tensor
 from torch._C._autograd import _enable_record_function as _record_functions  # of this thread
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, _DistributedBackendOptions
 
+from ...base.addresses import interface_of
+
 log = logging.getLogger("unisono")
 
-_SIOCGIFADDR = 0x8915
 MOST_FAREWELLS = 1 << 14
 _FOR_EVER = timedelta(days=20)
 
@@ -177,53 +176,3 @@ def _other_backend(name: str, store: Store, rank: int, size: int, limit: timedel
     options.timeout, options.group_id = limit, "unisono hosts"
     options.global_ranks_in_group = list(range(size))
     return plugin.creator_fn(options, None)
-
-
-# -- which address of this host the others reach
-
-
-def addresses() -> list[str]:
-    """The addresses of this host, the one that reaches the master first; loopback comes last."""
-    found = []
-    master = os.environ.get("MASTER_ADDR", "")
-    if master and (own := address_towards(master)):
-        found.append(own)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            own = _address_of(probe, name)
-            if own:
-                found.append(own)
-    return sorted(dict.fromkeys(found), key=lambda a: a.startswith("127."))
-
-
-def address_towards(host: str) -> str:
-    """The address of this host that packets to another have; empty if there is no way."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
-
-
-def choose_address(mine: Sequence[str], theirs: Sequence[str]) -> str:
-    """This host's address towards another that has ``theirs``: not loopback, if there is another way."""
-    for address in theirs:
-        own = address_towards(address)
-        if own and (not own.startswith("127.") or address.startswith("127.")):
-            return own
-    return mine[0] if mine else "127.0.0.1"
-
-
-def interface_of(address: str) -> str:
-    """The interface that has an address; empty if none has."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        return next((name for _, name in socket.if_nameindex() if _address_of(probe, name) == address), "")
-
-
-def _address_of(probe: socket.socket, interface: str) -> str:
-    try:
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
-    except OSError:
-        return ""
-    return socket.inet_ntoa(answer[20:24])

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import socket
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,14 +24,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ... import _core
 from ...base import settings
-from ...base.errors import CollectiveTimeoutError, MismatchError, SystemCallError
+from ...base.addresses import addresses, choose_address
+from ...base.errors import CollectiveTimeoutError, MismatchError, SystemCallError, lines_of_ranks, with_facts
 from ...group import rendezvous
-from .engine import addresses, choose_address, gloo_interfaces, open_engine
+from .engine import gloo_interfaces, open_engine
 from .layout import Layout
 from .links import MOST_CONTEXTS
 from .transport import HostsTransport
-
-_NAP_S = 0.002
 
 
 def _is_near(other: rendezvous.Plan, mine: rendezvous.Plan) -> bool:
@@ -59,21 +56,7 @@ def _can_connect(name: str) -> bool:
         return True
 
 
-def place_of(rank: int) -> str:
-    """The user, and where this rank seems to be: that is only for telling one that is gone from one elsewhere."""
-    pretended = settings.pretend_hosts.split(",")
-    if settings.pretend_hosts and rank < len(pretended):
-        return f"pretended {pretended[rank].strip()}"
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        network = os.stat("/proc/self/ns/net").st_ino
-    except OSError:
-        boot, network = "", 0
-    return f"{os.geteuid()} {boot} {network} {socket.gethostname()} {' '.join(addresses())}"
-
-
-def meet(
+def join(
     listener: _core.Listener, plans: Sequence[rendezvous.Plan], rank: int, name: str, nonce: bytes, identity: int,
     timeout_s: float, deadline_s: float, store: Store,
 ) -> Any:  # fmt: skip
@@ -107,13 +90,10 @@ def _publish(store: Store, rank: int, size: int, near: list[int], name: str, dea
     mine = {"near": near, "addresses": addresses(), "host": socket.gethostname(), "settings": _shown_settings()}
     store.set(f"host/{rank}", json.dumps(mine))
     keys = [f"host/{r}" for r in range(size)]
-    while not store.check(keys):
-        if time.monotonic() > deadline_s:
-            late = [r for r in range(size) if not store.check([keys[r]])]
-            error = CollectiveTimeoutError(f'group "{name}": ranks {late} did not say which host they are on')
-            error.op, error.group, error.rank, error.peers = "join", name, rank, tuple(late)
-            raise error
-        time.sleep(_NAP_S)
+    if not rendezvous.wait_for(store, keys, deadline_s):
+        late = [r for r in range(size) if not store.check([keys[r]])]
+        error = CollectiveTimeoutError(f'group "{name}": ranks {late} did not say which host they are on')
+        raise with_facts(error, "join", name, rank, late)
     return [json.loads(value) for value in store.multi_get(keys)]
 
 
@@ -126,22 +106,16 @@ def _shown_settings() -> dict[str, Any]:
 
 
 def _compare_settings(shown: Sequence[dict[str, Any]], rank: int, name: str) -> None:
-    differing = tuple(r for r, of_rank in enumerate(shown) if of_rank != shown[rank])
+    differing = [r for r, of_rank in enumerate(shown) if of_rank != shown[rank]]
     if not differing:
         return
     keys = [key for key in shown[rank] if any(of_rank.get(key) != shown[rank][key] for of_rank in shown)]
-    lines = [", ".join(f"{key} {of_rank.get(key, 'none')}" for key in keys) for of_rank in shown]
-    usual, _ = Counter(lines).most_common(1)[0]
-    text = f'joining group "{name}": ranks disagree on settings that must be equal on all hosts'
-    for r, line in enumerate(lines):
-        text += f"\n  rank {r}   {line}" + ("" if line == usual else "   <- differs")
-    error = MismatchError(text)
-    error.op, error.group, error.rank, error.peers = "join", name, rank, differing
-    raise error
+    lines = {r: ", ".join(f"{key} {of_rank.get(key, 'none')}" for key in keys) for r, of_rank in enumerate(shown)}
+    text = f'joining group "{name}": ranks disagree on settings that must be equal on all hosts{lines_of_ranks(lines)}'
+    raise with_facts(MismatchError(text), "join", name, rank, differing)
 
 
-rendezvous.meet_hosts = meet
-rendezvous.place_of = place_of
+rendezvous.join_hosts = join
 
 
 def split(

@@ -23,6 +23,7 @@ from ... import _core
 from ...base.counter import Counter
 from ...base.errors import ClosedError, MismatchError, UnisonoError
 from ...base.handle import Handle
+from ...base.processes import process_state
 from ...base.tensors import empty
 from ..agreement import compare
 from ..pending import ProgressThread
@@ -448,12 +449,8 @@ class HostsGroup:
 
 def _state_of(pid: int) -> str:
     """Why a process may be late: "stopped", "gone" or "slow"."""
-    try:
-        with open(f"/proc/{pid}/stat", errors="replace") as file:
-            letter = file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "gone"
-    return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(letter, "slow")
+    state = process_state(pid)
+    return state if state in ("stopped", "gone") else "slow"
 
 
 class _Large:
