@@ -96,14 +96,9 @@ def npu_grouped_matmul(
     _refuse_dtypes(name, *xs, *weights)
     if output_dtype not in (None, xs[0].dtype):
         refuse(f"{name}(output_dtype={output_dtype}) for x of {xs[0].dtype}")
-    if split_item not in (None, 0, 1, 2, 3):
-        raise RuntimeError(f"The given split_item [{split_item}] is invalid, which must be one of 0/1/2/3")
-    if group_list_type not in (None, 0, 1):
-        raise RuntimeError(f"Expected group_list_type 0, 1 or 2, got {group_list_type}")
+    _check_kinds(name, split_item, group_list_type, group_type)
     one_output = split_item in (2, 3)
     totals = not isinstance(group_list, Tensor) or group_list_type in (None, 0)
-    if group_type not in (None, -1, 0, 2):
-        refuse(f"{name}(group_type={group_type})")
     counts = None if group_list is None else _counts(name, group_list, totals)
     if group_type == 2:
         if not one_output or len(xs) != 1 or len(weights) != 1 or bias:
@@ -112,14 +107,26 @@ def npu_grouped_matmul(
     parts, matrices = _groups(name, xs, weights, counts)
     biases = _biases(name, bias, len(matrices))
     products = [_product(part, matrix, b) for part, matrix, b in zip(parts, matrices, biases, strict=True)]
-    if not one_output:
-        return products
+    return [_joined(name, products)] if one_output else products
+
+
+def _joined(name: str, products: list[Tensor]) -> Tensor:
+    """The rows of all products in one matrix."""
     if len({product.shape[-1] for product in products}) > 1:
         raise RuntimeError(
             f"{name}: with split_item 2 or 3 all weights must have the same number of columns, "
             f"got {[product.shape[-1] for product in products]}"
         )
-    return [products[0] if len(products) == 1 else torch.cat(products)]
+    return products[0] if len(products) == 1 else torch.cat(products)
+
+
+def _check_kinds(name: str, split_item: Any, group_list_type: Any, group_type: Any) -> None:
+    if split_item not in (None, 0, 1, 2, 3):
+        raise RuntimeError(f"The given split_item [{split_item}] is invalid, which must be one of 0/1/2/3")
+    if group_list_type not in (None, 0, 1):
+        raise RuntimeError(f"Expected group_list_type 0, 1 or 2, got {group_list_type}")
+    if group_type not in (None, -1, 0, 2):
+        refuse(f"{name}(group_type={group_type})")
 
 
 def npu_gmm(

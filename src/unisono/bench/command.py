@@ -106,6 +106,24 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("ops", nargs="*", metavar="op", help="operations, see below")
+    _add_what_is_measured(parser)
+    add_options(parser)
+    how = parser.add_argument_group("how").add_argument
+    how("-c", dest="check", type=int, choices=(0, 1), default=1, help="check results before timing (default 1)")
+    how("--rounds", type=int, metavar="N", help="rounds per row (default: as many as fit, at least 15)")
+    how("--seconds", type=float, default=0.6, metavar="S", help="time per row (default 0.6)")
+    how("--builds", metavar="P,P", help="the same by turns with two builds: the python of the environment each is in")
+    how("--turns", type=int, default=TURNS, metavar="N", help=f"of each build (default {TURNS})")
+    how("--setup-peers", action="store_true", help="install the peers named by --against (default: all), then end")
+    output = parser.add_argument_group("output").add_argument
+    output("-J", dest="json", type=Path, metavar="FILE", help="write all numbers as JSON")
+    output("--from", dest="source", type=Path, metavar="FILE", help="measure nothing; show what -J wrote earlier")
+    output("--plot", type=Path, metavar="FILE", help="draw a picture (.png, .svg, .pdf); needs unisono[plot]")
+    output("--html", type=Path, metavar="FILE", help="write a page with tables and pictures that needs nothing else")
+    return parser
+
+
+def _add_what_is_measured(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is measured").add_argument
     what("-b", dest="least", type=parse_bytes, metavar="BYTES", help="smallest size (default 8)")
     what("-e", dest="most", type=parse_bytes, metavar="BYTES", help="largest size (default 256M)")
@@ -145,20 +163,6 @@ def make_parser() -> argparse.ArgumentParser:
     )
     what("--targets", action="store_true", help="say what is met and missed; without op: measure just what that needs")
     what("--tuning", action="store_true", help="measure how ordinary tensors move fastest here, keep that, then end")
-    add_options(parser)
-    how = parser.add_argument_group("how").add_argument
-    how("-c", dest="check", type=int, choices=(0, 1), default=1, help="check results before timing (default 1)")
-    how("--rounds", type=int, metavar="N", help="rounds per row (default: as many as fit, at least 15)")
-    how("--seconds", type=float, default=0.6, metavar="S", help="time per row (default 0.6)")
-    how("--builds", metavar="P,P", help="the same by turns with two builds: the python of the environment each is in")
-    how("--turns", type=int, default=TURNS, metavar="N", help=f"of each build (default {TURNS})")
-    how("--setup-peers", action="store_true", help="install the peers named by --against (default: all), then end")
-    output = parser.add_argument_group("output").add_argument
-    output("-J", dest="json", type=Path, metavar="FILE", help="write all numbers as JSON")
-    output("--from", dest="source", type=Path, metavar="FILE", help="measure nothing; show what -J wrote earlier")
-    output("--plot", type=Path, metavar="FILE", help="draw a picture (.png, .svg, .pdf); needs unisono[plot]")
-    output("--html", type=Path, metavar="FILE", help="write a page with tables and pictures that needs nothing else")
-    return parser
 
 
 def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -8,13 +8,14 @@ says which ranks take part: None, a name, a torch ProcessGroup of any backend, o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from ..calls.groups import place, transport
 from ..calls.splits import named_numbers, splits_of_each
 from ..group.names import GroupLike
+from ..transport.protocol import Transport
 from . import operators as fused_ops
 from . import run as fused_run
 from .arguments import (
@@ -26,7 +27,7 @@ from .arguments import (
     read_tensors,
 )
 from .gemm import PreparedWeight, is_one_subtree_each, subtrees
-from .plan import planned
+from .plan import Plan, planned
 from .run import flat_of, parts_of
 
 Weight: TypeAlias = torch.Tensor | PreparedWeight
@@ -330,6 +331,18 @@ def local_matmul(
 # -- the way of a call
 
 
+class _Seat(NamedTuple):
+    """Where this rank takes part: its group's transport, or where torch sees operators the group's name."""
+
+    transport: Transport | None = None
+    rank: int = 0
+    size: int = 1
+    name: str | None = None
+
+
+_ALONE = _Seat()
+
+
 def _fused(
     what: str,
     cut: str,
@@ -347,9 +360,35 @@ def _fused(
     """The way of every call: read, plan, check, gather x, multiply and reduce, cut out the outputs.
 
     ``cut`` says what split_sizes are about, "x" (gathered) or "output" (scattered), or "none" if only this rank takes
-    part; ``one``: x and weight are tensors,
-    not lists. Torch sees operators if it takes gradients or compiles, else they are passed by.
+    part; ``one``: x and weight are tensors, not lists. Torch sees operators if it takes gradients or compiles, else
+    they are passed by.
     """
+    xs, weights, biases, residuals = _tensors(x, weight, bias, residual, one)
+    if isinstance(split_item, bool) or not isinstance(split_item, int):
+        raise TypeError(f"argument 'split_item' must be 0, 1, 2 or 3, got {split_item!r}")
+    totals = None if group_list is None else named_numbers(group_list, "group_list")
+    splits = splits_of_each(split_sizes, one or split_item in ((1, 3) if cut == "x" else (2, 3)))
+    seen = torch.compiler.is_compiling() or (
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in xs + weights + biases + residuals)
+    )
+    seat = _ALONE if cut == "none" else _seat(group, xs[0], seen)
+
+    shapes = tuple([t.shape for t in xs]), tuple([w.shape for w in weights])
+    tree = options.order == "tree"
+    plan = planned(what, *shapes, totals, split_item, cut, splits, seat.rank, seat.size, tree)
+    biases = fit_bias(biases, plan.columns) if biases else biases
+    check_dtypes(xs, weights, biases, tree)
+    check_options(options, bool(biases))
+    parts = _tree_parts(plan, cut, seat.size, seen) if tree else (0, 0)
+    extra = None if residual is None else fit_residual(residuals, plan, xs[0].dtype)
+
+    if cut == "x":
+        xs, seat = _gather(plan, xs, seat, seen, tree), _ALONE  # the products are this rank's alone
+    return parts_of(_multiply(plan, xs, weights, biases, extra, options, seat, seen, parts), plan.outputs)
+
+
+def _tensors(x: Any, weight: Any, bias: Any, residual: Any, one: bool) -> tuple[list[Any], ...]:
+    """The tensors of a call, all as lists."""
     if isinstance(weight, torch.Tensor) and weight.dim() == 3 and not one:
         weight = weight.unbind(0)
     xs, weights = read_tensors(x, "x", one), read_tensors(weight, "weight", one, PreparedWeight)
@@ -359,61 +398,63 @@ def _fused(
         raise ValueError(
             f"Neither x nor weight could be empty.\n  got {len(xs)} tensors in x, {len(weights)} in weight"
         )
-    if isinstance(split_item, bool) or not isinstance(split_item, int):
-        raise TypeError(f"argument 'split_item' must be 0, 1, 2 or 3, got {split_item!r}")
-    totals = None if group_list is None else named_numbers(group_list, "group_list")
-    splits = splits_of_each(split_sizes, one or split_item in ((1, 3) if cut == "x" else (2, 3)))
-    seen = torch.compiler.is_compiling() or (
-        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in xs + weights + biases + residuals)
-    )
-    found, rank, size, name = None, 0, 1, None
-    if cut == "none":
-        pass
-    elif seen:
-        found, (rank, size, name) = None, place("a fused matmul", group)
-    else:
-        found, name = transport("a fused matmul", group, xs[0]), None
-        rank, size = found.rank, found.size
+    return xs, weights, biases, residuals
 
-    shapes = tuple([t.shape for t in xs]), tuple([w.shape for w in weights])
-    tree = options.order == "tree"
-    plan = planned(what, *shapes, totals, split_item, cut, splits, rank, size, tree)
-    biases = fit_bias(biases, plan.columns) if biases else biases
-    check_dtypes(xs, weights, biases, tree)
-    check_options(options, bool(biases))
-    parts = parts_back = int(tree)
-    if tree and cut != "x":
-        parts = size
-    elif tree and seen:
-        parts_back = size
-        for i, n in enumerate(plan.columns):  # the gradient of x is summed over all ranks' columns
-            if not is_one_subtree_each([n] * size):
-                raise ValueError(
-                    f"order 'tree': the gradient of {what} needs a number of ranks that is a power of two, got {size}"
-                )
-            subtrees([n] * size, i)
-    extra = None if residual is None else fit_residual(residuals, plan, xs[0].dtype)
 
-    dtype = xs[0].dtype
-    if cut == "x":
-        if seen:
-            flat = flat_of(xs)
-            if tree:
-                flat = flat.float()  # so that gradients are summed before they are rounded
-            label = f"the gradient of {what} in the tree order  columns {plan.columns}" if tree else ""
-            whole = fused_ops.gather_values(flat, name, plan.x_counts, rank, size, label)
-        else:
-            whole = fused_run.gather_values(found, flat_of(xs), plan.x_counts)
-        xs = parts_of(whole, plan.gathered)
-        found, rank, size, name = None, 0, 1, None  # the products are this rank's alone
+def _seat(group: GroupLike, tensor: torch.Tensor, seen: bool) -> _Seat:
+    if seen:
+        return _Seat(None, *place("a fused matmul", group))
+    found = transport("a fused matmul", group, tensor)
+    return _Seat(found, found.rank, found.size)
+
+
+def _tree_parts(plan: Plan, cut: str, size: int, seen: bool) -> tuple[int, int]:
+    """In the tree order: of how many parts the depth of a product is one, and that of the gradient of x."""
+    if cut != "x":
+        return size, 1
+    if not seen:
+        return 1, 1
+    for i, n in enumerate(plan.columns):  # the gradient of x is summed over all ranks' columns
+        if not is_one_subtree_each([n] * size):
+            raise ValueError(
+                f"order 'tree': the gradient of {plan.what} needs a number of ranks that is a power of two, got {size}"
+            )
+        subtrees([n] * size, i)
+    return 1, size
+
+
+def _gather(plan: Plan, xs: list[torch.Tensor], seat: _Seat, seen: bool, tree: bool) -> list[torch.Tensor]:
+    """Every x with the rows of all ranks."""
+    flat = flat_of(xs)
+    if not seen:
+        return parts_of(fused_run.gather_values(seat.transport, flat, plan.x_counts), plan.gathered)
+    if tree:
+        flat = flat.float()  # so that gradients are summed before they are rounded
+    label = f"the gradient of {plan.what} in the tree order  columns {plan.columns}" if tree else ""
+    whole = fused_ops.gather_values(flat, seat.name, plan.x_counts, seat.rank, seat.size, label)
+    return parts_of(whole, plan.gathered)
+
+
+def _multiply(
+    plan: Plan,
+    xs: list[torch.Tensor],
+    weights: list[Any],
+    biases: list[torch.Tensor],
+    residual: torch.Tensor | None,
+    options: Options,
+    seat: _Seat,
+    seen: bool,
+    parts: tuple[int, int],
+) -> torch.Tensor:
+    """The products, reduced over the ranks, one behind the other."""
+    dtype = weights[0].dtype
     xs = [t if t.dim() == 2 else t.reshape(m, t.shape[-1]) for t, m in zip(xs, plan.rows, strict=False)]
     ready = [w.for_rows(m) if isinstance(w, PreparedWeight) else w for w, m in zip(weights, plan.rows, strict=True)]
-    share = 1 / size if options.reduce_op == "sum" and options.bias_mode == "mean" else 1.0
+    share = 1 / seat.size if options.reduce_op == "sum" and options.bias_mode == "mean" else 1.0
     how = options.reduce_op, float(options.scale), share, options.comm_turn
-    if seen:
-        sizes = list(plan.rows), list(plan.columns), list(plan.counts)
-        seat = options.backward, parts, parts_back, rank, size
-        flat = fused_ops.matmul_reduce(xs, ready, biases, extra, what, name, *sizes, *how, *seat).to(dtype)
-    else:
-        flat = fused_run.run(found, plan, xs, ready, biases, extra, *how, parts)
-    return parts_of(flat, plan.outputs)
+    if not seen:
+        return fused_run.run(seat.transport, plan, xs, ready, biases, residual, *how, parts[0])
+    sizes = list(plan.rows), list(plan.columns), list(plan.counts)
+    rest = options.backward, *parts, seat.rank, seat.size
+    flat = fused_ops.matmul_reduce(xs, ready, biases, residual, plan.what, seat.name, *sizes, *how, *rest)
+    return flat.to(dtype)  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ engine that could reduce meanwhile. Other transports reduce in the background wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import TypeAlias
 
@@ -72,8 +72,7 @@ def run(
         out = result.new_empty(plan.total)
         round_products(products, out, scale, residual)
         return out
-    rank, size = transport.rank, transport.size
-    out = _new(transport, result, own_count(plan.counts, rank, size, plan.total))
+    out = _new(transport, result, own_count(plan.counts, transport.rank, transport.size, plan.total))
     if cuts is not None:
         sums = _own(transport, plan, _sum_of_subtrees(transport, plan, rows, weight, cuts, pieces))
         round_products(sums, out, scale, residual)
@@ -81,13 +80,29 @@ def run(
     if residual is not None and plan.counts and not is_shared(residual):
         residual = _copy(transport, residual)
     cut = plan.pieces(pieces or _pieces_for(transport, plan, dtype))
+    _reduce_pieces(transport, plan, cut, compute, dtype, out, reduce_op, scale, residual)
+    return out
+
+
+def _reduce_pieces(
+    transport: Transport,
+    plan: Plan,
+    cut: Sequence[Piece],
+    compute: Callable[[Piece, torch.Tensor], torch.Tensor],
+    dtype: torch.dtype,
+    out: torch.Tensor,
+    reduce_op: str,
+    scale: float,
+    residual: torch.Tensor | None,
+) -> None:
+    """Computes piece after piece, in ``dtype``, and reduces it into its part of ``out``."""
     in_place = out.dtype is dtype and not plan.counts  # products become sums where they are
     largest = max(piece.count for piece in cut)
     scratch, handles, done = None, [], 0
     for piece in cut:
-        end = done + own_count(piece.counts, rank, size, piece.count)
+        end = done + own_count(piece.counts, transport.rank, transport.size, piece.count)
         if scratch is None and not in_place:
-            scratch = _new(transport, like, largest, dtype)
+            scratch = _new(transport, out, largest, dtype)
         products = compute(piece, out[done:end] if scratch is None else scratch[: piece.count])
         extra = None if residual is None else residual[done:end]
         handle = _reduce(transport, plan, products, out[done:end], reduce_op, scale, extra, piece.counts)
@@ -97,7 +112,6 @@ def run(
         done = end
     for handle in handles:
         handle.wait()
-    return out
 
 
 def _with_bias(

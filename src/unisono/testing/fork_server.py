@@ -67,39 +67,61 @@ def enter_place(namespace: str, env: dict[str, str]) -> None:
     os.environ.update(env)
 
 
-def serve_forks(control: socket.socket) -> NoReturn:
-    """Fork, signal and reap ranks until the caller is gone, then kill those that are left and exit."""
-    libc = ctypes.CDLL(None)
-    caller, fork_server = os.getppid(), os.getpid()
-    channels: dict[int, socket.socket] = {}
-    folders: set[str] = set()
-    wake_read, wake_write = socket.socketpair()
-    wake_write.setblocking(False)
-    signal.set_wakeup_fd(wake_write.fileno())
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller and its ranks
-    signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # until a rank can answer it
+class RankServer:
+    """Forks, signals and reaps ranks until the caller is gone, then kills those that are left and exits."""
 
-    def tell(channel: socket.socket, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # the caller may not listen to this rank any more
-            channel.send(json.dumps(message).encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._caller, self._pid = os.getppid(), os.getpid()
+        self._channels: dict[int, socket.socket] = {}
+        self._folders: set[str] = set()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_write.setblocking(False)
 
-    def start_rank(start: dict[str, Any], channel: socket.socket, out_fd: int, err_fd: int) -> None:
+    def serve(self) -> NoReturn:
+        signal.set_wakeup_fd(self._wake_write.fileno())
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller and its ranks
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # until a rank can answer it
+        while os.getppid() == self._caller:
+            # The timeout is for a caller that died while a child of its own still holds the control socket.
+            readable, _, _ = select.select([self._control, self._wake_read], [], [], 1.0)
+            if self._wake_read in readable:
+                self._wake_read.recv(4096)
+            self._reap_ranks()
+            if self._control in readable and not self._obey():
+                break
+        self._end_ranks()
+
+    def _obey(self) -> bool:
+        """Does what the next message says; False if the caller is gone."""
+        data, fds, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, 3, socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            return False
+        message = json.loads(data)
+        if "rank" in message:
+            self._folders.add(os.path.dirname(message["setting"]))
+            self._start_rank(message, socket.socket(fileno=fds[0]), fds[1], fds[2])
+        elif message["pid"] in self._channels:  # not reaped yet, so the number still means this rank
+            os.kill(message["pid"], message["signal"])
+        return True
+
+    def _start_rank(self, start: dict[str, Any], channel: socket.socket, out_fd: int, err_fd: int) -> None:
         pid = os.fork()
         if pid:
             os.close(out_fd)
             os.close(err_fd)
-            channels[pid] = channel
-            tell(channel, pid=pid)
+            self._channels[pid] = channel
+            _tell(channel, pid=pid)
             return
         try:
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != fork_server:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != self._pid:
                 os._exit(1)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            for other in (control, wake_read, wake_write, *channels.values()):
+            for other in (self._control, self._wake_read, self._wake_write, *self._channels.values()):
                 other.close()
             become_rank(start, channel, out_fd, err_fd)
             os._exit(0)
@@ -108,38 +130,28 @@ def serve_forks(control: socket.socket) -> NoReturn:
             sys.stderr.flush()
             os._exit(1)
 
-    def reap_ranks() -> None:
-        while channels:
+    def _reap_ranks(self) -> None:
+        while self._channels:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            channel = channels.pop(pid)
-            tell(channel, exit_code=os.waitstatus_to_exitcode(status))
+            channel = self._channels.pop(pid)
+            _tell(channel, exit_code=os.waitstatus_to_exitcode(status))
             channel.close()
 
-    while os.getppid() == caller:
-        # The timeout is for a caller that died while a child of its own still holds the control socket.
-        readable, _, _ = select.select([control, wake_read], [], [], 1.0)
-        if wake_read in readable:
-            wake_read.recv(4096)
-        reap_ranks()
-        if control in readable:
-            data, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 3, socket.MSG_CMSG_CLOEXEC)
-            if not data:
-                break
-            message = json.loads(data)
-            if "rank" in message:
-                folders.add(os.path.dirname(message["setting"]))
-                start_rank(message, socket.socket(fileno=fds[0]), fds[1], fds[2])
-            elif message["pid"] in channels:  # not reaped yet, so the number still means this rank
-                os.kill(message["pid"], message["signal"])
-    for pid in channels:
-        os.kill(pid, signal.SIGKILL)
-    for pid in channels:
-        os.waitpid(pid, 0)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)
+    def _end_ranks(self) -> NoReturn:
+        for pid in self._channels:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self._channels:
+            os.waitpid(pid, 0)
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
+
+
+def _tell(channel: socket.socket, **message: Any) -> None:
+    with contextlib.suppress(OSError):  # the caller may not listen to this rank any more
+        channel.send(json.dumps(message).encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 if __name__ == "__main__":
@@ -148,4 +160,4 @@ if __name__ == "__main__":
     control = socket.socket(fileno=int(sys.argv[1]))
     with contextlib.suppress(BrokenPipeError):  # the caller is gone already
         control.send(b"ready")
-    serve_forks(control)
+    RankServer(control).serve()

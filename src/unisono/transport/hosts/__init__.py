@@ -10,6 +10,7 @@
     small       small calls, which are over with that
     bulk        large calls: steps inside the hosts and bytes between them, in pieces that overlap
     streams     what comes from one rank: heads of messages, answers
+    message     one send or receive that is under way
     messages    send and recv between hosts
     state       all of a group but its verbs: how calls are made and waited for, and how it ends
     transport   the verbs

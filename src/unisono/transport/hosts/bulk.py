@@ -81,76 +81,96 @@ def _views(tensor: Tensor, spans: Sequence[Span]) -> list[Tensor]:
 def all_reduce(t: HostsGroup, bulk: Bulk, source: Tensor, target: Tensor, reduction: Reduction) -> None:
     """Two hosts send each other their partial sums whole, which is as many bytes as halves there and back; of more,
     each reduces one part of every piece and sends it to the others."""
-    layout = t.layout
-    rounds = Rounds(t, [(0, source.numel())], reduction.partial_dtype.itemsize)
-    in_parts = layout.count > 2
-    length = _longest(rounds)
-    turns = _TURNS * layout.turns
-    partials = t.scratch("partials", turns, length, reduction.partial_dtype)
-    inbox = t.scratch("inbox", turns * len(layout.others), length, reduction.partial_dtype)
-    results = [] if layout.is_alone else t.scratch("results", turns, length, reduction.dtype)
-    first: dict[int, list[Word]] = {}
-    second: dict[int, list[Word]] = {}
+    _AllReduce(t, bulk, source, target, reduction).run()
 
-    def result_of(k: int) -> Tensor:
+
+class _AllReduce:
+    """A large all_reduce: a step is begun while the one before it is combined and the one before that is spread."""
+
+    def __init__(self, t: HostsGroup, bulk: Bulk, source: Tensor, target: Tensor, reduction: Reduction) -> None:
+        self.t, self.bulk, self.source, self.target, self.reduction = t, bulk, source, target, reduction
+        self.layout = layout = t.layout
+        self.rounds = Rounds(t, [(0, source.numel())], reduction.partial_dtype.itemsize)
+        self.in_parts = layout.count > 2
+        length = _longest(self.rounds)
+        self.turns = turns = _TURNS * layout.turns
+        self.partials = t.scratch("partials", turns, length, reduction.partial_dtype)
+        self.inbox = t.scratch("inbox", turns * len(layout.others), length, reduction.partial_dtype)
+        self.results = [] if layout.is_alone else t.scratch("results", turns, length, reduction.dtype)
+        self.partials_coming: dict[int, list[Word]] = {}
+        self.sums_coming: dict[int, list[Word]] = {}
+
+    def run(self) -> None:
+        count = self.rounds.count
+        for k in range(count + 2):
+            if k < count:
+                self._begin(k)
+            if 0 <= k - 1 < count:
+                self._combine(k - 1)
+            if k - 2 >= 0:
+                self._spread(k - 2)
+        peers = self.rounds.peers(self.layout.others)
+        self.t.settle(self.bulk, peers, peers)
+
+    def _result_of(self, k: int) -> Tensor:
         """Where this lane's piece is put together: on a host with other ranks it is spread from there."""
-        start, end = rounds.mine(k)
-        return target[start:end] if layout.is_alone else results[k % turns][: end - start]
+        start, end = self.rounds.mine(k)
+        return self.target[start:end] if self.layout.is_alone else self.results[k % self.turns][: end - start]
 
-    def parts(n: int) -> list[Span]:
+    def _inbox_of(self, k: int, length: int) -> list[Tensor]:
+        """By place in ``layout.others``: where a host's part of a step comes."""
+        others = len(self.layout.others)
+        return [x[:length] for x in self.inbox[k % self.turns * others :][:others]]
+
+    def _parts(self, n: int) -> list[Span]:
         """By host: which part of a piece it reduces."""
-        edges = [n * h // layout.count for h in range(layout.count + 1)]
-        return [(edges[h], edges[h + 1]) if in_parts else (0, n) for h in range(layout.count)]
+        hosts = self.layout.count
+        edges = [n * h // hosts for h in range(hosts + 1)]
+        return [(edges[h], edges[h + 1]) if self.in_parts else (0, n) for h in range(hosts)]
 
-    def begin(k: int) -> None:
+    def _begin(self, k: int) -> None:
+        """Reduces a step inside, and sends every host its part of the partial sums."""
+        rounds, layout, reduction = self.rounds, self.layout, self.reduction
         start, end = rounds.mine(k)
-        mine = partials[k % turns][: end - start]
-        inputs = [reduction.widened(part) for part in _views(source, rounds.spans(k))]
-        t.inside("reduce_scatter", mine, inputs, None, reduction.inside, reduction.inside_factor)
-        of_host = parts(end - start)
+        mine = self.partials[k % self.turns][: end - start]
+        inputs = [reduction.widened(part) for part in _views(self.source, rounds.spans(k))]
+        self.t.inside("reduce_scatter", mine, inputs, None, reduction.inside, reduction.inside_factor)
+        of_host = self._parts(end - start)
         own = of_host[layout.host]
-        first[k] = []
-        for i, host in enumerate(layout.others):
+        inbox = self._inbox_of(k, own[1] - own[0])
+        coming = self.partials_coming[k] = []
+        for into, host in zip(inbox, layout.others, strict=True):
             if own[0] < own[1]:
-                into = inbox[k % turns * len(layout.others) + i][: own[1] - own[0]]
-                first[k].append(bulk.recv(into, rounds.peer(k, host), 2 * rounds.index(k)))
+                coming.append(self.bulk.recv(into, rounds.peer(k, host), 2 * rounds.index(k)))
             a, b = of_host[host]
             if a < b:
-                bulk.send(mine[a:b], rounds.peer(k, host), 2 * rounds.index(k))
+                self.bulk.send(mine[a:b], rounds.peer(k, host), 2 * rounds.index(k))
 
-    def combine(k: int) -> None:
+    def _combine(self, k: int) -> None:
+        """Adds the partial sums of all hosts up; if each host has a part only, the parts are exchanged."""
+        rounds, layout = self.rounds, self.layout
         start, end = rounds.mine(k)
-        result = result_of(k)
-        of_host = parts(end - start)
+        result = self._result_of(k)
+        of_host = self._parts(end - start)
         a, b = of_host[layout.host]
-        t.await_words(first.pop(k), layout.others)
-        second[k] = []
+        self.t.await_words(self.partials_coming.pop(k), layout.others)
+        coming = self.sums_coming[k] = []
         if a < b:
-            by_host = [x[: b - a] for x in inbox[k % turns * len(layout.others) :][: len(layout.others)]]
-            by_host.insert(layout.host, partials[k % turns][a:b])
-            reduction.combine_hosts(result[a:b], by_host)
-        if in_parts:
+            by_host = self._inbox_of(k, b - a)
+            by_host.insert(layout.host, self.partials[k % self.turns][a:b])
+            self.reduction.combine_hosts(result[a:b], by_host)
+        if self.in_parts:
             for host in layout.others:
                 c, d = of_host[host]
                 if c < d:
-                    second[k].append(bulk.recv(result[c:d], rounds.peer(k, host), 2 * rounds.index(k) + 1))
+                    coming.append(self.bulk.recv(result[c:d], rounds.peer(k, host), 2 * rounds.index(k) + 1))
                 if a < b:
-                    bulk.send(result[a:b], rounds.peer(k, host), 2 * rounds.index(k) + 1)
+                    self.bulk.send(result[a:b], rounds.peer(k, host), 2 * rounds.index(k) + 1)
 
-    def spread(k: int) -> None:
-        t.await_words(second.pop(k), layout.others)
-        if not layout.is_alone:
-            t.inside("all_gather", _views(target, rounds.spans(k)), result_of(k), None)
-
-    for k in range(rounds.count + 2):
-        if k < rounds.count:
-            begin(k)
-        if 0 <= k - 1 < rounds.count:
-            combine(k - 1)
-        if k - 2 >= 0:
-            spread(k - 2)
-    peers = rounds.peers(layout.others)
-    t.settle(bulk, peers, peers)
+    def _spread(self, k: int) -> None:
+        self.t.await_words(self.sums_coming.pop(k), self.layout.others)
+        if not self.layout.is_alone:
+            self.t.inside("all_gather", _views(self.target, self.rounds.spans(k)), self._result_of(k), None)
 
 
 def reduce_scatter(
@@ -161,80 +181,108 @@ def reduce_scatter(
     All hosts take the pieces in the same order, and none is more than a few ahead of what it has received, so the
     scratch memory is small, and no two wait for each other.
     """
-    layout = t.layout
-    chunks = spans_of(counts)
-    item = reduction.partial_dtype.itemsize
-    by_host = [Rounds(t, [chunks[r] for r in ranks], item) for ranks in layout.hosts]
-    turns, behind = _TURNS * layout.turns, _BEHIND * layout.turns
-    jobs = [
-        (host, step)
-        for first in range(0, max(r.count for r in by_host), layout.turns)
-        for host, r in enumerate(by_host)
-        for step in range(first, first + layout.turns)
-        if step < r.count
-    ]
-    length = max(map(_longest, by_host))
-    partials = t.scratch("partials", turns, length, reduction.partial_dtype)
-    inbox = t.scratch("inbox", turns * len(layout.others), length, reduction.partial_dtype)
-    results = t.scratch("results", 1, length, reduction.dtype)
-    read: dict[int, tuple[int, Word]] = {}  # by job: the receiver, and the word that says that it has read the piece
-    waiting: deque[tuple[int, list[Word]]] = deque()  # jobs of this host, with what they wait for
+    _ReduceScatter(t, bulk, source, target, counts, reduction).run()
 
-    def index(job: int) -> int:
+
+class _ReduceScatter:
+    """A large reduce-scatter; a *job* is one step of one host's pieces."""
+
+    def __init__(
+        self, t: HostsGroup, bulk: Bulk, source: Tensor, target: Tensor, counts: Sequence[int], reduction: Reduction
+    ) -> None:
+        self.t, self.bulk, self.source, self.target, self.reduction = t, bulk, source, target, reduction
+        self.layout = layout = t.layout
+        self.chunks = spans_of(counts)
+        item = reduction.partial_dtype.itemsize
+        self.by_host = [Rounds(t, [self.chunks[r] for r in ranks], item) for ranks in layout.hosts]
+        self.jobs = [
+            (host, step)
+            for first in range(0, max(r.count for r in self.by_host), layout.turns)
+            for host, r in enumerate(self.by_host)
+            for step in range(first, first + layout.turns)
+            if step < r.count
+        ]
+        length = max(map(_longest, self.by_host))
+        self.turns = turns = _TURNS * layout.turns
+        self.partials = t.scratch("partials", turns, length, reduction.partial_dtype)
+        self.inbox = t.scratch("inbox", turns * len(layout.others), length, reduction.partial_dtype)
+        self.results = t.scratch("results", 1, length, reduction.dtype)
+        self.read: dict[int, tuple[int, Word]] = {}  # by job: the receiver, and the word that it has read the piece
+        self.waiting: deque[tuple[int, list[Word]]] = deque()  # jobs of this host, with what they wait for
+
+    def run(self) -> None:
+        behind = _BEHIND * self.layout.turns
+        for job in range(len(self.jobs)):
+            while self.waiting and self.waiting[0][0] <= job - behind:
+                self._finish()
+            if job - self.turns in self.read:
+                self.t.await_words([self.read.pop(job - self.turns)[1]], [self.jobs[job - self.turns][0]])
+            self._begin(job)
+        while self.waiting:
+            self._finish()
+        self.t.await_reading(list(self.read.values()))
+
+    def _index(self, job: int) -> int:
         """The number of this rank's piece among those of all hosts, the same on every host."""
-        host, step = jobs[job]
-        return by_host[host].index(step) * layout.count + host
+        host, step = self.jobs[job]
+        return self.by_host[host].index(step) * self.layout.count + host
 
-    def finish() -> None:
-        job, words = waiting.popleft()
-        host, k = jobs[job]
-        start, end = by_host[host].mine(k)
-        spans = by_host[host].spans(k)
-        t.await_words(words, layout.others)
-        parts = [x[: end - start] for x in inbox[job % turns * len(layout.others) :][: len(layout.others)]]
-        parts.insert(layout.host, partials[job % turns][: end - start])
+    def _inbox_of(self, job: int, length: int) -> list[Tensor]:
+        """By place in ``layout.others``: where a host's partial sums of a job come."""
+        others = len(self.layout.others)
+        return [x[:length] for x in self.inbox[job % self.turns * others :][:others]]
+
+    def _begin(self, job: int) -> None:
+        """Reduces a piece inside, and sends it, or expects it of the others if it is this host's."""
+        host, k = self.jobs[job]
+        layout, rounds, reduction = self.layout, self.by_host[host], self.reduction
+        start, end = rounds.mine(k)
+        mine = self.partials[job % self.turns][: end - start]
+        words = []
+        if host == layout.host and start < end:
+            for into, h in zip(self._inbox_of(job, end - start), layout.others, strict=True):
+                words.append(self.bulk.recv(into, rounds.peer(k, h), self._index(job)))
+        inputs = [reduction.widened(part) for part in _views(self.source, rounds.spans(k))]
+        self.t.inside("reduce_scatter", mine, inputs, None, reduction.inside, reduction.inside_factor)
+        if host == layout.host:
+            self.waiting.append((job, words))
+        elif start < end:
+            peer = rounds.peer(k, host)
+            self.bulk.send(mine, peer, self._index(job))
+            self.read[job] = (peer, self.bulk.acknowledgement(peer, self._index(job)))
+
+    def _finish(self) -> None:
+        """Adds up what has come for the first job of this host that waits, and deals it out inside."""
+        job, words = self.waiting.popleft()
+        host, k = self.jobs[job]
+        layout, rounds, chunks = self.layout, self.by_host[host], self.chunks
+        start, end = rounds.mine(k)
+        spans = rounds.spans(k)
+        self.t.await_words(words, layout.others)
         own = chunks[layout.rank]
         # Usually a lane's piece is all its own rank's.
         direct = all(overlap(s, chunks[r]) == s or s[0] == s[1] for s, r in zip(spans, layout.mine, strict=True))
-        result = target[start - own[0] : end - own[0]] if direct else results[0][: end - start]
+        result = self.target[start - own[0] : end - own[0]] if direct else self.results[0][: end - start]
         if start < end:
-            reduction.combine_hosts(result, parts)
+            parts = self._inbox_of(job, end - start)
+            parts.insert(layout.host, self.partials[job % self.turns][: end - start])
+            self.reduction.combine_hosts(result, parts)
             for h in layout.others:
-                bulk.acknowledge(by_host[host].peer(k, h), index(job))
+                self.bulk.acknowledge(rounds.peer(k, h), self._index(job))
         if not direct:
-            pieces = [overlap(chunks[r], (start, end)) for r in layout.mine]
-            gets = [overlap(own, s) for s in spans]
-            t.inside(
-                "all_to_all",
-                [target[a - own[0] : b - own[0]] if a < b else target[:0] for a, b in gets],
-                [result[a - start : b - start] if a < b else result[:0] for a, b in pieces],
-                None,
-                None,
-            )
+            self._deal_out(result, start, [overlap(chunks[r], (start, end)) for r in layout.mine], spans)
 
-    for job, (host, k) in enumerate(jobs):
-        while waiting and waiting[0][0] <= job - behind:
-            finish()
-        if job - turns in read:
-            t.await_words([read.pop(job - turns)[1]], [jobs[job - turns][0]])
-        start, end = by_host[host].mine(k)
-        mine = partials[job % turns][: end - start]
-        words = []
-        if host == layout.host and start < end:
-            for i, h in enumerate(layout.others):
-                into = inbox[job % turns * len(layout.others) + i][: end - start]
-                words.append(bulk.recv(into, by_host[host].peer(k, h), index(job)))
-        inputs = [reduction.widened(part) for part in _views(source, by_host[host].spans(k))]
-        t.inside("reduce_scatter", mine, inputs, None, reduction.inside, reduction.inside_factor)
-        if host == layout.host:
-            waiting.append((job, words))
-        elif start < end:
-            peer = by_host[host].peer(k, host)
-            bulk.send(mine, peer, index(job))
-            read[job] = (peer, bulk.acknowledgement(peer, index(job)))
-    while waiting:
-        finish()
-    t.await_reading(list(read.values()))
+    def _deal_out(self, result: Tensor, start: int, pieces: Sequence[Span], spans: Sequence[Span]) -> None:
+        """Gives each rank of this host what is its own of the pieces that the others have put together."""
+        own = self.chunks[self.layout.rank]
+        gets = [overlap(own, s) for s in spans]
+        self.t.inside(
+            "all_to_all",
+            [self.target[a - own[0] : b - own[0]] if a < b else self.target[:0] for a, b in gets],
+            [result[a - start : b - start] if a < b else result[:0] for a, b in pieces],
+            None,
+            None,
+        )
 
 
 def all_gather(t: HostsGroup, bulk: Bulk, target: Tensor, input: Tensor, counts: Sequence[int]) -> None:

@@ -19,10 +19,8 @@ import contextlib
 import struct
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterator
-from ctypes import c_uint64
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,11 +28,10 @@ from torch import Tensor
 
 from ...base.errors import CollectiveTimeoutError, MismatchError, UnisonoError, make_error
 from ...base.handle import Handle
-from ..backend import flat
-from ..pending import ThreadPending
 from .agreement import SMALL_BYTES
 from .control import ABORTED, MISMATCH, PEER_LOST, TIMEOUT, Cause
-from .links import ACK, DATA, LETTER, SEAL, Memory, Word, signed
+from .links import ACK, DATA, LETTER, SEAL, Memory, signed
+from .message import Lock, Message
 from .streams import ANSWER, HEAD, ROOM, Arrived, Incoming
 
 if TYPE_CHECKING:
@@ -50,79 +47,17 @@ _WHY_BYTES = 200
 _TRY_EVERY_S, _LONGEST_TRY_S = 0.25, 1.0  # gloo keeps a note of every try
 
 
-class _Message(ThreadPending):
-    """One send or receive."""
-
-    def __init__(
-        self, mailbox: Mailbox, verb: str, tensor: Tensor, peer: int | None, tag: int, deadline: float
-    ) -> None:
-        super().__init__()
-        self._mailbox = weakref.ref(mailbox)  # whoever drops the group closes it
-        self.verb, self.tensor, self.peer, self.tag, self.deadline = verb, flat(tensor), peer, tag, deadline
-        self.slot = 0
-        self.word: Word | None = None  # of a receive: it waits for this, with which its data ends
-        self.refusal: tuple[int, Exception] | None = None  # of a receive: how much it expected instead, and its error
-        self.inside: Any = None  # of a receive from anyone: that of a message inside the host, while it is under way
-        self.held: list[Any] = []
-        self.has_ended = False  # it is over, or will be as soon as the mailbox's lock is free
-
-    def withdraw(self) -> None:
-        mailbox = self._mailbox()
-        if mailbox is not None:
-            mailbox.withdraw(self)
-
-    def has_word(self) -> bool:
-        return self.word is not None and c_uint64.from_address(self.word[0]).value == self.word[1]
-
-
-class _Lock:
-    """Guards a mailbox; messages that end meanwhile are completed by whoever lets it go last, with no lock held.
-
-    Completing one calls the user's callbacks, which may call the group again or wait for other threads that do.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._depth = 0
-        self._ended: list[tuple[_Message, Exception | None]] = []
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        ended: list[tuple[_Message, Exception | None]] = []
-        self._depth -= 1
-        if not self._depth:
-            ended, self._ended = self._ended, ended
-        self._lock.release()
-        for message, error in ended:
-            if message.done():
-                continue
-            if error is None:
-                message.set_result(None)
-            else:
-                message.set_exception(error)
-
-    def end(self, message: _Message, error: Exception | None) -> None:
-        """A message is over; the first that says so counts. Only while the lock is held."""
-        message.held.clear()
-        if not message.has_ended:
-            message.has_ended = True
-            self._ended.append((message, error))
-
-
 class Mailbox:
     """The messages of one group on one rank."""
 
     def __init__(self, transport: HostsGroup) -> None:
         self.t = transport
-        self._lock = _Lock()
+        self._lock = Lock()
         self._sent: dict[int, int] = {}  # by rank: how many messages have gone to it
         self._free: dict[int, list[int]] = {}  # by rank: slots that are free
-        self._waiting: dict[int, deque[_Message]] = {}  # by rank: sends that wait for a slot
-        self._sends: dict[tuple[int, int], _Message] = {}  # by rank and slot: those that are on their way
-        self._receives: list[_Message] = []
+        self._waiting: dict[int, deque[Message]] = {}  # by rank: sends that wait for a slot
+        self._sends: dict[tuple[int, int], Message] = {}  # by rank and slot: those that are on their way
+        self._receives: list[Message] = []
         self._streams: dict[int, Incoming] = {}  # by rank: messages from it
         self._answers: dict[int, Incoming] = {}  # by rank: answers to messages to it
         self._arrived: dict[tuple[int, int], deque[Arrived]] = {}  # by rank and tag: messages nobody has asked for
@@ -135,7 +70,7 @@ class Mailbox:
 
     def send(self, tensor: Tensor, dst: int, tag: int, timeout_s: Seconds, async_op: bool) -> Any:
         self.t.check_alive("send", self.t._done)
-        message = _Message(self, "send", tensor, dst, tag, time.monotonic() + (timeout_s or self.t.timeout_s))
+        message = Message(self, "send", tensor, dst, tag, time.monotonic() + (timeout_s or self.t.timeout_s))
         little = message.tensor.nbytes <= SMALL_BYTES
         with self._lock:
             if dst not in self._answers:
@@ -202,7 +137,7 @@ class Mailbox:
 
     def recv(self, tensor: Tensor, src: int | None, tag: int, timeout_s: Seconds, async_op: bool) -> Any:
         self.t.check_alive("recv", self.t._done)
-        message = _Message(self, "recv", tensor, src, tag, time.monotonic() + (timeout_s or self.t.timeout_s))
+        message = Message(self, "recv", tensor, src, tag, time.monotonic() + (timeout_s or self.t.timeout_s))
         with self._lock:
             for source in range(self.t.size) if src is None else (src,):
                 self._listen_to(source)
@@ -210,7 +145,7 @@ class Mailbox:
             self._try_soon()
         return self._result(message, async_op, tensor)
 
-    def withdraw(self, message: _Message) -> None:
+    def withdraw(self, message: Message) -> None:
         """Gives up a receive that has found nothing yet."""
         with self._lock:
             if message not in self._receives or message.word is not None or message.has_ended:
@@ -226,7 +161,7 @@ class Mailbox:
             with self._posting_to(source):
                 self._streams[source] = Incoming(self.t.links, LETTER, source, ROOM)
 
-    def _result(self, message: _Message, async_op: bool, tensor: Tensor) -> Any:
+    def _result(self, message: Message, async_op: bool, tensor: Tensor) -> Any:
         if async_op:
             self._start_thread()
             return Handle(message, message.verb, tensor)
@@ -334,7 +269,7 @@ class Mailbox:
         if engine.tells_ends and streams:
             engine.awaited = [stream for stream in (*engine.awaited, *streams) if not stream.has_come()]
 
-    def _read_answer(self, dst: int, stream: Incoming) -> tuple[_Message, Exception | None]:
+    def _read_answer(self, dst: int, stream: Incoming) -> tuple[Message, Exception | None]:
         slot, refused, wanted, _ = ANSWER.unpack(stream.memory.read(0, ANSWER.size))
         with self._posting_to(dst):
             stream.next()
@@ -365,7 +300,7 @@ class Mailbox:
             self._answer(source, slot, 0, 0)
         return True
 
-    def _step(self, message: _Message) -> Any:
+    def _step(self, message: Message) -> Any:
         """The error of a receive that is over, None if it went well, or _WAITING."""
         if message.word is not None:
             if not message.has_word():
@@ -383,7 +318,7 @@ class Mailbox:
             return self._step_inside(message)
         return self._gone(message)
 
-    def _step_inside(self, message: _Message) -> Any:
+    def _step_inside(self, message: Message) -> Any:
         """Looks for a message inside the host. The receive must not wait under the lock: another may have taken the
         message meanwhile, or its sender is slow to send the rest."""
         if message.inside is None and self.t.comm.has_message(message.tag):
@@ -402,7 +337,7 @@ class Mailbox:
             return self.t.explain("recv", 0, failed)
         return failed
 
-    def _withdraw_inside(self, message: _Message) -> bool:
+    def _withdraw_inside(self, message: Message) -> bool:
         """Gives up a receive inside the host; False if it has found a message, which it then takes."""
         message.inside.withdraw()
         if not message.inside.done() or message.inside.error() is None:
@@ -410,7 +345,7 @@ class Mailbox:
         message.inside = None
         return True
 
-    def _take(self, message: _Message, source: int, arrived: Arrived) -> Any:
+    def _take(self, message: Message, source: int, arrived: Arrived) -> Any:
         data, links = message.tensor, self.t.links
         message.source, message.slot = source, arrived.slot
         error = None
@@ -453,7 +388,7 @@ class Mailbox:
 
     # -- how they fail
 
-    def _failure(self, message: _Message) -> Exception:
+    def _failure(self, message: Message) -> Exception:
         assert self.t.failure is not None
         return self.t.failure.error(message.verb, max(1, self.t._done), self.t.name, self.t.rank, False)
 
@@ -473,7 +408,7 @@ class Mailbox:
         self.t.fail(cause)
         return (self.t.failure or cause).error(verb, max(1, self.t._done), self.t.name, self.t.rank, False)
 
-    def _gone(self, message: _Message) -> Any:
+    def _gone(self, message: Message) -> Any:
         """A sender that has left sends nothing any more, nor what it has not sent to its end."""
         gone = self.t._left.keys() | self._cut_off
         peer = message.peer if message.word is None else message.source
@@ -490,7 +425,7 @@ class Mailbox:
                 self._lost(message.verb, message.peer)
                 return
 
-    def _all_sends(self) -> list[_Message]:
+    def _all_sends(self) -> list[Message]:
         return [*self._sends.values(), *(message for waiting in self._waiting.values() for message in waiting)]
 
     def _try_soon(self) -> None:

@@ -111,76 +111,96 @@ def exchange(
     Each rank puts what it sends into its slot, if that is little. A host's data for another goes with the requests if
     all its ranks have done so and it is little. Inside a host nothing is exchanged here. Returns the hosts whose data
     is not here, and as negative numbers minus one those that have not got this one's.
+    """
+    small = _Exchange(t, item)
+    data = inputs if sum(x.numel() for x in inputs) * item <= SMALL_BYTES else ()
+    t.raise_mismatch(request, agree(t, request.bytes, data, small.outgoing, small.outcome))
+    return small.take(outputs)
+
+
+class _Exchange:
+    """A small exchange.
 
     A message has the requests of the host's ranks, each of the same length, and maybe the data: by sender, then by
     receiver. The reply has what has gone and come, by host, where each rank's data begins, and the data.
     """
-    layout, size = t.layout, t.size
-    total = sum(x.numel() for x in inputs) * item
-    data = inputs if total <= SMALL_BYTES else ()
-    went: list[int] = [0] * layout.count
-    room = record_room(size)
-    flags = 2 * layout.count
-    places_at = RESULT_AT + flags
 
-    def outgoing(own: Own, host: int, into: Memory) -> int:
+    def __init__(self, t: HostsGroup, item: int) -> None:
+        self._layout, self._size, self._item = t.layout, t.size, item
+        self._slots = t.slots
+        self._went = [0] * t.layout.count  # by host: whether this one's data has gone to it
+        self._room = record_room(t.size)
+        self._places_at = RESULT_AT + 2 * t.layout.count
+
+    def outgoing(self, own: Own, host: int, into: Memory) -> int:
+        """Writes the message for a host; returns its bytes."""
         at = DATA_AT
         spans: list[list[Span]] = []
         for i in range(len(own.slots)):
             of = own.request(i)
             into.write(at, of)
-            at += room
-            spans.append(spans_of([n * item for n in table_in(of, size)[0]]))
+            at += self._room
+            spans.append(spans_of([n * self._item for n in table_in(of, self._size)[0]]))
         fits = all(own.data_bytes(i) == of_rank[-1][1] for i, of_rank in enumerate(spans))
-        blocks = [(i, *of_rank[r]) for i, of_rank in enumerate(spans) for r in layout.hosts[host]]
-        went[host] = int(fits and sum(end - start for _, start, end in blocks) <= SMALL_BYTES)
-        if went[host]:
+        blocks = [(i, *of_rank[r]) for i, of_rank in enumerate(spans) for r in self._layout.hosts[host]]
+        self._went[host] = int(fits and sum(end - start for _, start, end in blocks) <= SMALL_BYTES)
+        if self._went[host]:
             for i, start, end in blocks:
                 into.move(at, own.slots[i], own.data_at(i) + start, end - start)
                 at += end - start
         return at - DATA_AT
 
-    def outcome(own: Own, came: dict[int, Message], reply: Memory) -> bool:
-        requests = [b""] * size
-        for i, r in enumerate(layout.mine):
-            requests[r] = own.request(i)
-        for host, message in came.items():
-            for i, r in enumerate(layout.hosts[host]):
-                requests[r] = message.memory.read(DATA_AT + i * room, DATA_AT + (i + 1) * room)
+    def outcome(self, own: Own, came: dict[int, Message], reply: Memory) -> bool:
+        """Writes the reply for this host's ranks; False if the ranks' requests do not fit each other."""
+        layout = self._layout
+        requests = self._requests(own, came)
         if misfits(requests):
             return False
         arrived = [0] * layout.count
-        found: dict[tuple[int, int], tuple[Memory, int, int]] = {}  # by sender and receiver: where it is
+        found: dict[tuple[int, int], tuple[Memory, int, int]] = {}  # by receiver and sender: where it is
         for host, message in came.items():
-            at = DATA_AT + len(layout.hosts[host]) * room
-            arrived[host] = int(_block_bytes(requests, layout.hosts[host], layout.mine, size, item) == (
-                message.data_bytes - (at - DATA_AT)
-            ))  # fmt: skip
+            senders = layout.hosts[host]
+            at = DATA_AT + len(senders) * self._room
+            data_bytes = message.data_bytes - (at - DATA_AT)
+            arrived[host] = int(_block_bytes(requests, senders, layout.mine, self._size, self._item) == data_bytes)
             if arrived[host]:
-                for i in layout.hosts[host]:
-                    sent = table_in(requests[i], size)[0]
+                for i in senders:
+                    sent = table_in(requests[i], self._size)[0]
                     for j in layout.mine:
-                        found[i, j] = (message.memory, at, sent[j] * item)
-                        at += sent[j] * item
-        places, at = [], places_at + 8 * len(layout.mine)
+                        found[j, i] = (message.memory, at, sent[j] * self._item)
+                        at += sent[j] * self._item
+        places, at = [], self._places_at + 8 * len(layout.mine)
         for j in layout.mine:
             places.append(at)
-            for memory, start, n in (found[pair] for pair in sorted(found) if pair[1] == j):
+            for pair in sorted(pair for pair in found if pair[0] == j):
+                memory, start, n = found[pair]
                 reply.move(at, memory, start, n)
                 at += n
-        reply.write(RESULT_AT, bytes([*went, *arrived]) + struct.pack(f"<{len(places)}Q", *places))
+        reply.write(RESULT_AT, bytes([*self._went, *arrived]) + struct.pack(f"<{len(places)}Q", *places))
         return True
 
-    t.raise_mismatch(request, agree(t, request.bytes, data, outgoing, outcome))
-    reply, count = t.slots.reply, layout.count
-    told = reply.read(RESULT_AT, places_at + 8 * len(layout.mine))
-    went, arrived = list(told[:count]), list(told[count:flags])
-    at = struct.unpack_from(f"<{len(layout.mine)}Q", told, flags)[layout.local]
-    for r, output in enumerate(outputs):
-        if layout.host_of[r] != layout.host and arrived[layout.host_of[r]] and output.numel():
-            reply.take(at, output)
-            at += output.nbytes
-    return {h for h in layout.others if not arrived[h]} | {-1 - h for h in layout.others if not went[h]}
+    def _requests(self, own: Own, came: dict[int, Message]) -> list[bytes]:
+        """Every rank's request."""
+        requests = [b""] * self._size
+        for i, r in enumerate(self._layout.mine):
+            requests[r] = own.request(i)
+        for host, message in came.items():
+            for i, r in enumerate(self._layout.hosts[host]):
+                at = DATA_AT + i * self._room
+                requests[r] = message.memory.read(at, at + self._room)
+        return requests
+
+    def take(self, outputs: Sequence[Tensor]) -> set[int]:
+        """Copies this rank's data out of the reply; returns what :func:`exchange` does."""
+        layout, reply, count = self._layout, self._slots.reply, self._layout.count
+        told = reply.read(RESULT_AT, self._places_at + 8 * len(layout.mine))
+        went, arrived = told[:count], told[count : 2 * count]
+        at = struct.unpack_from(f"<{len(layout.mine)}Q", told, 2 * count)[layout.local]
+        for r, output in enumerate(outputs):
+            if layout.host_of[r] != layout.host and arrived[layout.host_of[r]] and output.numel():
+                reply.take(at, output)
+                at += output.nbytes
+        return {h for h in layout.others if not arrived[h]} | {-1 - h for h in layout.others if not went[h]}
 
 
 def _block_bytes(
