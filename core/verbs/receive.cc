@@ -17,10 +17,9 @@ namespace unisono {
 namespace {
 
 // No message is larger than the memory of the host that both ranks share. What is really read is checked when it is
-// read.
+// read. Asked each time, which is rare: a value made at first use would have a child of fork wait for another thread.
 size_t most_unexpected_bytes() {
-  static const auto most = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  return most;
+  return static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
 }
 
 std::string mismatch_words(const Message& m, size_t sent_bytes, DType sent_dtype) {
