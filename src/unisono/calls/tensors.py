@@ -84,7 +84,7 @@ def check_apart(output: Tensor, input: Tensor) -> None:
         if tensor.is_conj() or tensor.is_neg():
             raise make_argument_error("lazy", name)
     if output.dtype is not input.dtype:
-        raise make_argument_error("dtype_of", "output", input.dtype, output.dtype, "input")
+        raise make_argument_error("dtype_of", "output", str(input.dtype)[6:], str(output.dtype)[6:], "input")
     if overlap(output, input):
         raise make_argument_error("overlap", "output", other="input")
 

@@ -45,7 +45,7 @@ def all_reduce(adapter: ProcessGroupAdapter, tensors: Sequence[Tensor], opts: An
         _core.combine(total, inputs, local, [1.0] * len(inputs))
     except ArgumentError as error:
         raise refusals.refusal("all_reduce", (tensors,), error) from None
-    return _begin(adapter, "all_reduce", "all_reduce", [(total, None, opts.reduceOp, None)], opts, tensors, [total])
+    return _begin(adapter, "all_reduce", [(total, None, opts.reduceOp, None)], opts, tensors, [total])
 
 
 def _all_reduce_sparse(adapter: ProcessGroupAdapter, tensors: Sequence[Tensor], opts: Any) -> Work:
@@ -71,7 +71,7 @@ def broadcast(adapter: ProcessGroupAdapter, tensors: Sequence[Tensor], opts: Any
     checks.alike("broadcast", tensors, tensors[0])
     _refuse_overlap("broadcast", tensors)
     chosen = tensors[opts.rootTensor].detach().contiguous()
-    return _begin(adapter, "broadcast", "broadcast", [(chosen, opts.rootRank, None)], opts, tensors, [chosen])
+    return _begin(adapter, "broadcast", [(chosen, opts.rootRank, None)], opts, tensors, [chosen])
 
 
 def all_gather(adapter: ProcessGroupAdapter, output_lists: Any, inputs: Sequence[Tensor], opts: Any) -> Work:
@@ -87,12 +87,12 @@ def all_gather(adapter: ProcessGroupAdapter, output_lists: Any, inputs: Sequence
     calls = [(whole, tensor.detach().contiguous(), None) for whole, tensor in zip(gathered, inputs, strict=True)]
     sources = [gathered[i][r] for _ in output_lists for r in range(size) for i in range(n)]
     lists = [list(part) for part in output_lists]
-    return _begin(adapter, "all_gather", "all_gather", calls, opts, outputs, sources, lists)
+    return _begin(adapter, "all_gather", calls, opts, outputs, sources, lists)
 
 
 def _begin(
-    adapter: ProcessGroupAdapter, verb: str, name: str, calls: Sequence[tuple[Any, ...]], opts: Any,
-    targets: Sequence[Tensor], sources: Sequence[Tensor], outputs: Any = None,
+    adapter: ProcessGroupAdapter, verb: str, calls: Sequence[tuple[Any, ...]], opts: Any, targets: Sequence[Tensor],
+    sources: Sequence[Tensor], outputs: Any = None,
 ) -> Work:  # fmt: skip
     """Starts calls on tensors of our own, whose results go to the caller's when they are there."""
     call = getattr(adapter.unisono_group.transport, verb)
@@ -100,7 +100,7 @@ def _begin(
     try:
         handles: list[Handle] = [call(*arguments, timeout_s, True) for arguments in calls]
     except ArgumentError as error:
-        raise refusals.refusal(name, calls, error) from None
+        raise refusals.refusal(verb, calls, error) from None
     return Work(handles, list(targets) if outputs is None else outputs, after=[_copy_once(targets, sources)])
 
 

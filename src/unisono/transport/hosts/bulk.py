@@ -84,19 +84,34 @@ def all_reduce(t: HostsGroup, bulk: Bulk, source: Tensor, target: Tensor, reduct
     _AllReduce(t, bulk, source, target, reduction).run()
 
 
-class _AllReduce:
-    """A large all_reduce: a step is begun while the one before it is combined and the one before that is spread."""
+class _Reducing:
+    """A large call that reduces: its tensors, and scratch memory for partial sums, which is used in turns."""
 
     def __init__(self, t: HostsGroup, bulk: Bulk, source: Tensor, target: Tensor, reduction: Reduction) -> None:
         self.t, self.bulk, self.source, self.target, self.reduction = t, bulk, source, target, reduction
-        self.layout = layout = t.layout
+        self.layout = t.layout
+        self.turns = _TURNS * t.layout.turns
+
+    def _make_scratch(self, length: int, results: int) -> None:
+        turns, dtype = self.turns, self.reduction.partial_dtype
+        self.partials = self.t.scratch("partials", turns, length, dtype)
+        self.inbox = self.t.scratch("inbox", turns * len(self.layout.others), length, dtype)
+        self.results = self.t.scratch("results", results, length, self.reduction.dtype) if results else []
+
+    def _inbox_of(self, k: int, length: int) -> list[Tensor]:
+        """By place in ``layout.others``: where a host's part of a step comes."""
+        others = len(self.layout.others)
+        return [x[:length] for x in self.inbox[k % self.turns * others :][:others]]
+
+
+class _AllReduce(_Reducing):
+    """A large all_reduce: a step is begun while the one before it is combined and the one before that is spread."""
+
+    def __init__(self, t: HostsGroup, bulk: Bulk, source: Tensor, target: Tensor, reduction: Reduction) -> None:
+        super().__init__(t, bulk, source, target, reduction)
         self.rounds = Rounds(t, [(0, source.numel())], reduction.partial_dtype.itemsize)
-        self.in_parts = layout.count > 2
-        length = _longest(self.rounds)
-        self.turns = turns = _TURNS * layout.turns
-        self.partials = t.scratch("partials", turns, length, reduction.partial_dtype)
-        self.inbox = t.scratch("inbox", turns * len(layout.others), length, reduction.partial_dtype)
-        self.results = [] if layout.is_alone else t.scratch("results", turns, length, reduction.dtype)
+        self.in_parts = t.layout.count > 2
+        self._make_scratch(_longest(self.rounds), 0 if t.layout.is_alone else self.turns)
         self.partials_coming: dict[int, list[Word]] = {}
         self.sums_coming: dict[int, list[Word]] = {}
 
@@ -116,11 +131,6 @@ class _AllReduce:
         """Where this lane's piece is put together: on a host with other ranks it is spread from there."""
         start, end = self.rounds.mine(k)
         return self.target[start:end] if self.layout.is_alone else self.results[k % self.turns][: end - start]
-
-    def _inbox_of(self, k: int, length: int) -> list[Tensor]:
-        """By place in ``layout.others``: where a host's part of a step comes."""
-        others = len(self.layout.others)
-        return [x[:length] for x in self.inbox[k % self.turns * others :][:others]]
 
     def _parts(self, n: int) -> list[Span]:
         """By host: which part of a piece it reduces."""
@@ -184,16 +194,15 @@ def reduce_scatter(
     _ReduceScatter(t, bulk, source, target, counts, reduction).run()
 
 
-class _ReduceScatter:
+class _ReduceScatter(_Reducing):
     """A large reduce-scatter; a *job* is one step of one host's pieces."""
 
     def __init__(
         self, t: HostsGroup, bulk: Bulk, source: Tensor, target: Tensor, counts: Sequence[int], reduction: Reduction
     ) -> None:
-        self.t, self.bulk, self.source, self.target, self.reduction = t, bulk, source, target, reduction
-        self.layout = layout = t.layout
+        super().__init__(t, bulk, source, target, reduction)
         self.chunks = spans_of(counts)
-        item = reduction.partial_dtype.itemsize
+        layout, item = t.layout, reduction.partial_dtype.itemsize
         self.by_host = [Rounds(t, [self.chunks[r] for r in ranks], item) for ranks in layout.hosts]
         self.jobs = [
             (host, step)
@@ -202,11 +211,7 @@ class _ReduceScatter:
             for step in range(first, first + layout.turns)
             if step < r.count
         ]
-        length = max(map(_longest, self.by_host))
-        self.turns = turns = _TURNS * layout.turns
-        self.partials = t.scratch("partials", turns, length, reduction.partial_dtype)
-        self.inbox = t.scratch("inbox", turns * len(layout.others), length, reduction.partial_dtype)
-        self.results = t.scratch("results", 1, length, reduction.dtype)
+        self._make_scratch(max(map(_longest, self.by_host)), 1)
         self.read: dict[int, tuple[int, Word]] = {}  # by job: the receiver, and the word that it has read the piece
         self.waiting: deque[tuple[int, list[Word]]] = deque()  # jobs of this host, with what they wait for
 
@@ -226,11 +231,6 @@ class _ReduceScatter:
         """The number of this rank's piece among those of all hosts, the same on every host."""
         host, step = self.jobs[job]
         return self.by_host[host].index(step) * self.layout.count + host
-
-    def _inbox_of(self, job: int, length: int) -> list[Tensor]:
-        """By place in ``layout.others``: where a host's partial sums of a job come."""
-        others = len(self.layout.others)
-        return [x[:length] for x in self.inbox[job % self.turns * others :][:others]]
 
     def _begin(self, job: int) -> None:
         """Reduces a piece inside, and sends it, or expects it of the others if it is this host's."""

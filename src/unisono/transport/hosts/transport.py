@@ -39,17 +39,23 @@ class HostsTransport(HostsGroup):
         source, into = flat(tensor), flat(target)
 
         def run(seq: int) -> None:
-            reduction = self._reduction(number, times, source.dtype)
-            request = HostsRequest(self.size, seq, "all_reduce", source.dtype, [source.numel()], number, times)
-            if source.nbytes <= SMALL_BYTES:
-                every = [[(0, source.numel())]] * self.layout.count
-                into.copy_(small.reduce(self, request, source, reduction, every))
-            else:
-                small.begin(self, request)
-                with self._bulk() as large:
-                    bulk.all_reduce(self, large, source, into, reduction)
+            self._reduce_all(seq, ("all_reduce", ""), source, into, number, times)
 
         return self._start("all_reduce", run, target, made, timeout_s, async_op)
+
+    def _reduce_all(
+        self, seq: int, verb: tuple[str, str], source: Tensor, into: Tensor, op: int, factor: float
+    ) -> None:
+        """Every rank gets all of the reduced whole."""
+        reduction = self._reduction(op, factor, source.dtype)
+        request = HostsRequest(self.size, seq, verb[0], source.dtype, [source.numel()], op, factor, facts=verb[1])
+        if source.nbytes <= SMALL_BYTES:
+            every = [[(0, source.numel())]] * self.layout.count
+            into.copy_(small.reduce(self, request, source, reduction, every))
+        else:
+            small.begin(self, request)
+            with self._bulk() as large:
+                bulk.all_reduce(self, large, source, into, reduction)
 
     def reduce(
         self, tensor: Tensor, root: int, out: Output, op: Any, factor: Factor, timeout_s: Seconds, async_op: bool, /
@@ -231,16 +237,8 @@ class HostsTransport(HostsGroup):
         def run(seq: int) -> None:
             verb = "matmul_reduce", said
             if counts is None:
-                every = [(0, source.numel())]
-                reduction = self._reduction(number, 1.0, source.dtype)
-                request = HostsRequest(self.size, seq, verb[0], source.dtype, [source.numel()], number, facts=said)
                 total = torch.empty_like(source)
-                if source.nbytes <= SMALL_BYTES:
-                    total.copy_(small.reduce(self, request, source, reduction, [every] * self.layout.count))
-                else:
-                    small.begin(self, request)
-                    with self._bulk() as large:
-                        bulk.all_reduce(self, large, source, total, reduction)
+                self._reduce_all(seq, verb, source, total, number, 1.0)
             else:
                 total = torch.empty(output.numel(), dtype=source.dtype)
                 done = begin = 0
