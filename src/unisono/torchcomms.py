@@ -7,7 +7,6 @@ with ``wait()`` returned.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,8 +16,7 @@ import torchcomms
 from torch import Tensor
 
 from .base import ops
-from .calls.splits import cut
-from .calls.tensors import row_count
+from .calls.splits import cut_if_unequal
 from .group.group import Group
 
 
@@ -119,10 +117,8 @@ class Backend(torchcomms.TorchCommBackend):  # type: ignore[misc]
         self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], async_op: bool
     ) -> Any:
         """Splits are rows of dimension 0."""
-        expected, sent = (
-            cut(splits, row_count(tensor.shape), math.prod(tensor.shape[1:]), self.group.size)
-            for tensor, splits in ((output, output_splits), (input, input_splits))
-        )
+        expected = cut_if_unequal(output_splits, output.shape, self.group.size)
+        sent = cut_if_unequal(input_splits, input.shape, self.group.size)
         return self.group.all_to_all(output, input, expected, sent, async_op=async_op, timeout_s=self._limit_s)
 
     def scatter(self, output: Tensor, input_list: list[Tensor], root: int, async_op: bool) -> Any:

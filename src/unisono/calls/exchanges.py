@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,8 @@ from torch import Tensor
 
 from .. import _core
 from ..group.names import GroupLike
+from ..transport.find import checks_itself
+from ..transport.protocol import Transport
 from .splits import SplitsLike, Words, as_list, cut_if_unequal, is_number, splits_of
 from .tensors import check_apart, check_memory, expected_got, overlap, row_count, shape_of
 
@@ -17,11 +18,11 @@ Counts = Sequence[int]
 
 
 def side_counts(function: str, side: str, splits: SplitsLike, shape: Sequence[int], size: int) -> Counts | None:
-    """Elements for or from each rank of an all-to-all of a tensor of this shape; None for equal parts."""
+    """As :func:`cut_if_unequal`, in MindSpore's words."""
     rows = row_count(shape)
     if rows < 0:
         raise ValueError(f"For {function}, the {side} shape must not have negative sizes, got {list(shape)}")
-    arguments = splits_of(splits), rows, math.prod(shape[1:]), size
+    arguments = splits_of(splits), shape, size
     try:
         return cut_if_unequal(*arguments)
     except (RuntimeError, ValueError):  # only now are there words, in which torch.compile would fix sizes
@@ -103,12 +104,19 @@ def check_exchange(
     return received, sent
 
 
-def check_exchange_of_rows(rank: int, size: int, output: Tensor, input: Tensor, matrix: Any) -> tuple[Counts, Counts]:
+def check_exchange_of_rows(transport: Transport, output: Tensor, input: Tensor, matrix: Any) -> tuple[Counts, Counts]:
     """As :func:`check_exchange`, by a flat list of rows, in MindSpore's words."""
+    counts = None
     if type(matrix) is list and matrix and type(matrix[0]) is int:  # the usual case
-        counts = _core.cut_by_matrix(output, input, matrix, rank, size)
-        if counts is not None and _core.is_exchange(output, input, *counts, rank, size):
-            return counts
+        counts = _core.cut_by_matrix(output, input, matrix, transport.rank, transport.size)
+    if counts is None:
+        counts = _counts_of_rows(transport.rank, transport.size, output, input, matrix)
+    if not checks_itself(transport):
+        check_apart(output, input)
+    return counts
+
+
+def _counts_of_rows(rank: int, size: int, output: Tensor, input: Tensor, matrix: Any) -> tuple[Counts, Counts]:
     if not isinstance(matrix, list):
         raise TypeError(f"send_count_matrix must be list, but got {type(matrix)}")
     if not all(isinstance(n, int) for n in matrix):
@@ -122,11 +130,10 @@ def check_exchange_of_rows(rank: int, size: int, output: Tensor, input: Tensor, 
     if row != other:
         raise ValueError(f"The input and output dimensions except 0 must be of equal size, but got {row} and {other}.")
     sent, received = matrix[rank * size : (rank + 1) * size], matrix[rank::size]
-    for name, tensor, numbers in (("input", input, sent), ("output", output, received)):
+    for name, tensor, counts in (("input", input, sent), ("output", output, received)):
         rows = row_count(tensor.shape)
-        if min(numbers) < 0 or sum(numbers) != rows:
+        if min(counts) < 0 or sum(counts) != rows:
             raise ValueError(
-                f"For all_to_all_v_c, this rank's counts must add up to the {rows} rows of '{name}', got {numbers}"
+                f"For all_to_all_v_c, this rank's counts must add up to the {rows} rows of '{name}', got {counts}"
             )
-    check_apart(output, input)
     return [n * row for n in received], [n * row for n in sent]

@@ -5,6 +5,7 @@ The first line of an error is torch_npu's text where it has one; the second says
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
@@ -146,9 +147,12 @@ def cut(splits: SplitsLike, rows: int, row: int, size: int, words: Words = TORCH
     return tuple([n * row for n in given or [rows // size] * size])
 
 
-def cut_if_unequal(splits: SplitsLike, rows: int, row: int, size: int, words: Words = TORCH) -> tuple[int, ...] | None:
-    """As :func:`cut`, for one side of an all-to-all; None for equal parts."""
-    return None if not splits and rows % size == 0 else cut(splits, rows, row, size, words)
+def cut_if_unequal(
+    splits: SplitsLike, shape: Sequence[int], size: int, words: Words = TORCH, rows_of_number: int = 1
+) -> tuple[int, ...] | None:
+    """Elements for or from each rank of an all-to-all of a tensor of this shape; None for equal parts."""
+    rows = shape[0] if shape else rows_of_number
+    return None if not splits and rows % size == 0 else cut(splits, rows, math.prod(shape[1:]), size, words)
 
 
 # -- tensors that are cut

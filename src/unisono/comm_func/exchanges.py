@@ -114,11 +114,10 @@ def all_to_all_v_c(
     Returns:
         A handle with ``async_op=True``, else None.
     """
-    for tensor in (input, output):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"Expected tensor, but got {type(tensor)}")
+    if not (isinstance(input, Tensor) and isinstance(output, Tensor)):
+        raise TypeError(f"Expected tensor, but got {type(output if isinstance(input, Tensor) else input)}")
     found = transport_of_group("all_to_all_v_c", group, input)
     input = plain(input)
-    counts = check_exchange_of_rows(found.rank, found.size, output, input, send_count_matrix)
+    counts = check_exchange_of_rows(found, output, input, send_count_matrix)
     handle: Handle | None = found.all_to_all(output, input, *counts, None, async_op)
     return handle

@@ -453,7 +453,7 @@ def _multiply(
     share = 1 / seat.size if options.reduce_op == "sum" and options.bias_mode == "mean" else 1.0
     how = options.reduce_op, float(options.scale), share, options.comm_turn
     if not seen:
-        return fused_run.run(seat.transport, plan, xs, ready, biases, residual, *how, parts[0])
+        return fused_run.run(seat.transport, plan, xs, ready, biases, residual, fused_run.How(*how, parts[0]))
     sizes = list(plan.rows), list(plan.columns), list(plan.counts)
     rest = options.backward, *parts, seat.rank, seat.size
     flat = fused_ops.matmul_reduce(xs, ready, biases, residual, plan.what, seat.name, *sizes, *how, *rest)

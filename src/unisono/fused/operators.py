@@ -53,8 +53,8 @@ def matmul_reduce(
 ) -> torch.Tensor:
     depths = tuple(x[i if len(x) == len(rows) else 0].shape[1] for i in range(len(rows))) if parts else ()
     plan = Plan(what, tuple(rows), tuple(columns), (), tuple(counts), depths=depths)
-    how = reduce_op, scale, bias_share, pieces, parts
-    return fused_run.run(_transport(group, x[0]), plan, x, weight, bias, residual, *how)
+    how = fused_run.How(reduce_op, scale, bias_share, pieces, parts)
+    return fused_run.run(_transport(group, x[0]), plan, x, weight, bias, residual, how)
 
 
 @matmul_reduce.register_fake

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -27,6 +27,16 @@ Cuts: TypeAlias = list[list[int]] | None  # every group's depth on every rank
 _LEAST_PIECE = 1 << 16  # elements: 64 rows of 1024
 
 
+class How(NamedTuple):
+    """How products become results; ``pieces`` 0: chosen, ``parts``: in the tree order, see :func:`multiply`."""
+
+    reduce_op: str = "sum"
+    scale: float = 1.0
+    bias_share: float = 1.0
+    pieces: int = 0
+    parts: int = 0
+
+
 def run(
     transport: Transport | None,
     plan: Plan,
@@ -34,26 +44,21 @@ def run(
     weight: Sequence[torch.Tensor],
     bias: Sequence[torch.Tensor],
     residual: torch.Tensor | None,
-    reduce_op: str,
-    scale: float,
-    bias_share: float,
-    pieces: int,
-    parts: int = 0,
+    how: How,
     exact: bool = False,
 ) -> torch.Tensor:
     """The flat result in x's dtype: all of it, or this rank's part if the plan has counts.
 
-    ``transport`` None: no group, this rank only. ``parts``: in the tree order, see :func:`multiply`. ``exact``: the
-    result is not rounded to x's dtype.
+    ``transport`` None: no group, this rank only. ``exact``: the result is not rounded to x's dtype.
     """
     like = x[0]
     dtype = wide(like.dtype)
-    if parts and bias:
-        return _with_bias(transport, plan, x, weight, bias, residual, scale, bias_share, pieces, parts)
+    if how.parts and bias:
+        return _with_bias(transport, plan, x, weight, bias, residual, how)
     result = like.new_empty(0, dtype=dtype) if exact else like
-    cuts = _cuts(transport, plan, result, scale, residual is not None) if parts else None
+    cuts = _cuts(transport, plan, result, how.scale, residual is not None) if how.parts else None
     rows = x if len(x) == len(plan.rows) else torch.split_with_sizes(like, plan.rows)
-    offsets = _bias_rows(bias, bias_share, dtype)
+    offsets = _bias_rows(bias, how.bias_share, dtype)
 
     def compute(piece: Piece, into: torch.Tensor) -> torch.Tensor:
         rows_of = piece.parts
@@ -63,39 +68,37 @@ def run(
             [weight[i] for i, _, _ in rows_of],
             [plan.columns[i] for i, _, _ in rows_of],
             [offsets[i] for i, _, _ in rows_of] if offsets else None,
-            parts,
+            how.parts,
         )
         return into
 
     if transport is None:
         products = compute(plan.pieces(1)[0], like.new_empty(plan.total, dtype=dtype))
         out = result.new_empty(plan.total)
-        round_products(products, out, scale, residual)
+        round_products(products, out, how.scale, residual)
         return out
     out = _new(transport, result, own_count(plan.counts, transport.rank, transport.size, plan.total))
     if cuts is not None:
-        sums = _own(transport, plan, _sum_of_subtrees(transport, plan, rows, weight, cuts, pieces))
-        round_products(sums, out, scale, residual)
+        sums = _own(transport, plan, _sum_of_subtrees(transport, plan, rows, weight, cuts, how.pieces))
+        round_products(sums, out, how.scale, residual)
         return out
     if residual is not None and plan.counts and not is_shared(residual):
         residual = _copy(transport, residual)
-    cut = plan.pieces(pieces or _pieces_for(transport, plan, dtype))
-    _reduce_pieces(transport, plan, cut, compute, dtype, out, reduce_op, scale, residual)
+    _reduce_pieces(transport, plan, compute, dtype, out, residual, how)
     return out
 
 
 def _reduce_pieces(
     transport: Transport,
     plan: Plan,
-    cut: Sequence[Piece],
     compute: Callable[[Piece, torch.Tensor], torch.Tensor],
     dtype: torch.dtype,
     out: torch.Tensor,
-    reduce_op: str,
-    scale: float,
     residual: torch.Tensor | None,
+    how: How,
 ) -> None:
     """Computes piece after piece, in ``dtype``, and reduces it into its part of ``out``."""
+    cut = plan.pieces(how.pieces or _pieces_for(transport, plan, dtype))
     in_place = out.dtype is dtype and not plan.counts  # products become sums where they are
     largest = max(piece.count for piece in cut)
     scratch, handles, done = None, [], 0
@@ -105,7 +108,7 @@ def _reduce_pieces(
             scratch = _new(transport, out, largest, dtype)
         products = compute(piece, out[done:end] if scratch is None else scratch[: piece.count])
         extra = None if residual is None else residual[done:end]
-        handle = _reduce(transport, plan, products, out[done:end], reduce_op, scale, extra, piece.counts)
+        handle = _reduce(transport, plan, products, out[done:end], how, extra, piece.counts)
         if handle is not None:
             handles.append(handle)
             scratch = None  # in use until the call is over
@@ -121,25 +124,22 @@ def _with_bias(
     weight: Sequence[torch.Tensor],
     bias: Sequence[torch.Tensor],
     residual: torch.Tensor | None,
-    scale: float,
-    bias_share: float,
-    pieces: int,
-    parts: int,
+    how: How,
 ) -> torch.Tensor:
     """In the tree order: the bias is added to the whole sum, since shares of it would be rounded with the products.
 
     A bias that all ranks hold alike is then the same bits for every number of ranks: their sum and its share are exact
     in float64.
     """
-    sums = run(transport, plan, x, weight, (), None, "sum", 1.0, 1.0, pieces, parts, exact=True)
-    flat = reduce_values(transport, flat_of(bias).to(sums.dtype).double(), (), "sum") * bias_share
+    sums = run(transport, plan, x, weight, (), None, How(pieces=how.pieces, parts=how.parts), exact=True)
+    flat = reduce_values(transport, flat_of(bias).to(sums.dtype).double(), (), "sum") * how.bias_share
     rows = torch.split_with_sizes(flat.to(sums.dtype), plan.columns)
     whole = flat_of([row.expand(m, -1) for row, m in zip(rows, plan.rows, strict=True)])
     if transport is not None:
         whole = _own(transport, plan, whole)
     like = x[0]
     out = like.new_empty(sums.numel()) if transport is None else _new(transport, like, sums.numel())
-    round_products(sums + whole, out, scale, residual)
+    round_products(sums + whole, out, how.scale, residual)
     return out
 
 
@@ -160,7 +160,7 @@ def reduce_values(
         return out
     plan = Plan(label or "reduce", (values.numel(),), (1,), (), tuple(counts))
     # The reduction may overwrite the copy.
-    handle = _reduce(transport, plan, _copy(transport, values), out, reduce_op, 1.0, None, counts)
+    handle = _reduce(transport, plan, _copy(transport, values), out, How(reduce_op), None, counts)
     if handle is not None:
         handle.wait()
     return out
@@ -219,17 +219,16 @@ def _reduce(
     plan: Plan,
     products: torch.Tensor,
     out: torch.Tensor,
-    reduce_op: str,
-    scale: float,
+    how: How,
     residual: torch.Tensor | None,
     counts: Sequence[int] | None,
 ) -> Handle | None:
-    number = _with_options(plan.number, out.dtype, scale, residual is not None)
+    number = _with_options(plan.number, out.dtype, how.scale, residual is not None)
 
     def words() -> str:
-        return f"{plan.words}  {reduce_op}  {str(out.dtype).removeprefix('torch.')}"
+        return f"{plan.words}  {how.reduce_op}  {str(out.dtype).removeprefix('torch.')}"
 
-    return transport.matmul_reduce(products, out, reduce_op, scale, residual, counts, number, words, None)
+    return transport.matmul_reduce(products, out, how.reduce_op, how.scale, residual, counts, number, words, None)
 
 
 def _with_options(number: int, dtype: torch.dtype, scale: float, has_residual: bool) -> int:

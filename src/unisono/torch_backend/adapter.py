@@ -23,9 +23,10 @@ from torch._C import _distributed_c10d as c10d
 from ..base.errors import ArgumentError, make_argument_error
 from ..base.uncompiled import keep_uncompiled
 from ..base.work import FINISHED, Work, tensors_in
+from ..calls.splits import cut_if_unequal
 from . import checks, monitor, refusals, several, sparse
 from .about import AboutGroup
-from .arguments import Root, Timeout, counts, inner, of_root, one, options, settled
+from .arguments import Root, Timeout, inner, of_root, one, options, settled
 from .refusals import NotOneTensor
 from .strided import Copies, is_plain, overlapping
 
@@ -173,8 +174,9 @@ class ProcessGroupAdapter(AboutGroup):
     ) -> Work:
         opts = options(c10d.AllToAllOptions, opts, timeout)
         size = self.unisono_group.size
-        both = counts(output, output_split_sizes, size), counts(input, input_split_sizes, size)
-        return self._run("all_to_all", (output, input, *both), opts)
+        expected = cut_if_unequal(output_split_sizes, output.shape, size, rows_of_number=0)
+        sent = cut_if_unequal(input_split_sizes, input.shape, size, rows_of_number=0)
+        return self._run("all_to_all", (output, input, expected, sent), opts)
 
     alltoall_base = all_to_all_single
 

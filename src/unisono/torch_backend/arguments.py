@@ -1,8 +1,7 @@
-"""What torch.distributed hands to a backend, taken apart: tensors, options, splits."""
+"""What torch.distributed hands to a backend, taken apart: tensors and options."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from ..calls.splits import cut_if_unequal
 from ..group.group import Group
 from . import refusals
 
@@ -78,9 +76,3 @@ def of_root(name: str, lists: Any, rank: int, root: int, size: int) -> Any:
     if lists and 0 <= root < size:
         raise refusals.RefusedValueError(f"ProcessGroupUnisono::{name}: requires empty {what} on non-root")
     return None
-
-
-def counts(tensor: Tensor, splits: Sequence[int], size: int) -> Sequence[int] | None:
-    """Elements per rank from rows of dim 0 per rank; None if they are equal."""
-    shape = tensor.shape
-    return cut_if_unequal(splits, shape[0] if shape else 0, shape[1:].numel(), size)

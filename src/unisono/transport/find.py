@@ -58,6 +58,11 @@ def transport_of(group: Group | ProcessGroup, device: torch.device) -> Transport
     return transport
 
 
+def checks_itself(transport: Transport) -> bool:
+    """Whether a transport checks its arguments: ours do, by the core; others take what ``calls/`` lets through."""
+    return not isinstance(transport, BackendTransport)
+
+
 def _make(pg: ProcessGroup, device: torch.device) -> BackendTransport:
     name = pg._get_backend(device).name().lower()
     if name == "gloo" and device.type == "cpu":
