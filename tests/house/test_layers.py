@@ -85,6 +85,39 @@ def test_an_upward_import_is_found(tmp_path, monkeypatch):
     assert list(upward(path)) == ["base/wrong.py:5 of base imports group"]
 
 
+# What the binding has for reading what users write, and the files that may use it.
+READERS = {
+    "are_exchanged", "cut_by_matrix", "cut_exchange", "cut_matrix", "cut_rows", "cut_tensor", "is_exchange", "is_part",
+    "read_op",
+}  # fmt: skip
+MAY_READ = ("calls/", "base/ops.py")
+
+
+def reads(path):
+    """Lines that read splits, counts, matrices or ops by themselves."""
+    if not str(path.relative_to(PACKAGE)).startswith(MAY_READ):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = set()
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "_core":
+                names = {node.attr}
+            elif isinstance(node, ast.ImportFrom) and node.module is not None and node.module.endswith("_core"):
+                names = {alias.name for alias in node.names}
+            for name in names & READERS:
+                yield f"{path.relative_to(PACKAGE)}:{node.lineno} {name}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_what_users_write_is_read_in_calls(path):
+    assert next(reads(path), None) is None
+
+
+def test_another_reader_is_found(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    path = tmp_path / "wrong.py"
+    path.write_text("from . import _core\nfrom ._core import is_part\n\ncounts = _core.cut_rows([1], 1, 1, 1)\n")
+    assert sorted(reads(path)) == ["wrong.py:2 is_part", "wrong.py:4 cut_rows"]
+
+
 def held_at_fork(path):
     """Lines that make a lock for the whole process, which a child may find held: use base/fork.py."""
     for statement in ast.parse(path.read_text()).body:

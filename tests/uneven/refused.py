@@ -76,6 +76,7 @@ REFUSED = [
     ("r premul third", TypeError, "'op' the fourth", "write", lambda of, r: reduce(of, tensor(2), tensor(4), premul_sum(2.0))),
     ("g op third", TypeError, "split sizes must be whole numbers", "integer tensor", lambda of, r: gather(of, tensor(4), tensor(2), SUM)),
     ("g float splits", TypeError, "split sizes must be whole numbers", "[2.0, 3.0]", lambda of, r: gather(of, tensor(5), tensor(2 + r), [2.0, 3.0])),
+    ("g bool splits", TypeError, "split sizes must be whole numbers", "[True, False]", lambda of, r: gather(of, tensor(1), tensor(1 - r), [True, False])),
     ("g 2-D splits", TypeError, "split sizes must be whole numbers", "[[2, 3]]", lambda of, r: gather(of, tensor(5), tensor(2 + r), torch.tensor([[2, 3]]))),
     ("g float tensor", TypeError, "split sizes must be whole numbers", "", lambda of, r: gather(of, tensor(5), tensor(2 + r), torch.tensor([2.0, 3.0]))),
     ("g number for splits", TypeError, "split sizes must be whole numbers", "got 5", lambda of, r: gather(of, tensor(5), tensor(2 + r), 5)),

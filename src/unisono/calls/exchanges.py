@@ -16,6 +16,10 @@ from .tensors import check_apart, check_memory, expected_got, overlap, row_count
 
 Counts = Sequence[int]
 
+# The usual lists, and the usual splits of both sides, accepted in C++: others are for the functions below.
+are_usual_lists = _core.are_exchanged
+cut_usual_sides = _core.cut_exchange
+
 
 def side_counts(function: str, side: str, splits: SplitsLike, shape: Sequence[int], size: int) -> Counts | None:
     """As :func:`cut_if_unequal`, in MindSpore's words."""

@@ -16,10 +16,10 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from .._core import eager_partner, eager_transport, eager_transport_of_all
-from ..calls.groups import group_rank, outside, place
+from ..calls.groups import group_rank, place
+from ..calls.groups import transport as transport_of_group
 from ..calls.tensors import expect_tensor
 from ..group.names import GroupLike
-from ..transport.find import find
 from .operators import Operators
 
 
@@ -27,7 +27,7 @@ def transport(function: str, group: GroupLike, tensor: Tensor) -> Any:
     """The verbs of the group: its transport, unless there is something to differentiate, trace or fake."""
     found = False if is_dynamo_compiling() else eager_transport(group, tensor)
     if found is None:
-        return find(group, tensor) or outside(function, group)
+        return transport_of_group(function, group, tensor)
     if found is False:
         expect_tensor(function, tensor)
         return _operators(function, group, (tensor,))
@@ -38,7 +38,7 @@ def transport_of_all(function: str, group: GroupLike, tensors: Sequence[Tensor])
     """As :func:`transport`, for a call of several tensors: operators, if one of them needs it."""
     found = False if is_dynamo_compiling() else eager_transport_of_all(group, tensors)
     if found is None:
-        return find(group, tensors[0]) or outside(function, group)
+        return transport_of_group(function, group, tensors[0])
     return _operators(function, group, tensors) if found is False else found
 
 

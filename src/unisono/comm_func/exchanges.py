@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from .. import _core
 from ..base.handle import Handle
 from ..base.tensors import plain
-from ..calls.exchanges import check_exchange_of_rows, check_lists, side_counts
+from ..calls.exchanges import are_usual_lists, check_exchange_of_rows, check_lists, cut_usual_sides, side_counts
 from ..calls.groups import transport as transport_of_group
 from ..calls.tensors import shape_of
 from ..group.names import GroupLike
@@ -44,7 +43,7 @@ def all_to_all_with_output_shape(
     """
     function = "all_to_all_with_output_shape"
     found = transport_of_all(function, group, input_tensor_list)
-    if is_dynamo_compiling() or not _core.are_exchanged(output_shape_list, input_tensor_list, found.size):
+    if is_dynamo_compiling() or not are_usual_lists(output_shape_list, input_tensor_list, found.size):
         output_shape_list = check_lists(function, output_shape_list, input_tensor_list, found.size)
     made = found.all_to_all(output_shape_list, input_tensor_list, None, None, None, async_op)
     return (made.outputs, made) if async_op else (made, None)
@@ -81,7 +80,7 @@ def all_to_all_single_with_output_shape(
         raise TypeError(f"Expected tensor, but got {type(tensor)}")
     found = transport(function, group, tensor)
     splits = (output_split_sizes, input_split_sizes)
-    usual = None if is_dynamo_compiling() else _core.cut_exchange(output_shape, tensor, *splits, found.size)
+    usual = None if is_dynamo_compiling() else cut_usual_sides(output_shape, tensor, *splits, found.size)
     if usual is not None:
         made = found.all_to_all(usual[0], tensor, usual[1], usual[2], None, async_op)
         return (made.outputs, made) if async_op else (made, None)
