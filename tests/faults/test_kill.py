@@ -13,7 +13,7 @@ import pytest
 
 from tests.faults.fresh import FreshRanks, finish
 
-BOUND_S = 1.0  # asserted; the promise is 0.1, printed against it: a loaded machine must not fail a test
+BOUND_S = 5.0  # of 60, at which the call would end; the promise is 0.1, printed, and `make faults` holds it to that
 MOMENTS = {
     "idle": ("idle", {}),
     "waiting small": ("waiting", {"count": 4}),
@@ -138,7 +138,7 @@ def test_all_killed_many_times(tmp_path):
 
 def test_killed_while_joining(tmp_path):
     """A rank that dies before it has joined: the other gives up at its deadline and says who is missing."""
-    with FreshRanks(2, tmp_path, "idle", group_timeout_s=3.0) as ranks:
+    with FreshRanks(2, tmp_path, "idle", joining_timeout_s=3.0) as ranks:
         ranks.signal([1])
         ranks.join([1])
         # If it died only after joining, the barrier in the body fails instead.
