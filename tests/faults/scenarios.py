@@ -108,6 +108,7 @@ def described(error: unisono.UnisonoError) -> dict[str, Any]:
         "text": str(error),
         "peers": list(error.peers or ()),
         "op": error.op,
+        "seq": error.seq,
         "group": error.group,
         "rank": error.rank,
     }
