@@ -144,8 +144,12 @@ class Joining {
         return failed(code, system_error(what.c_str()), {r});
       }
       pid_t pid;
-      if (!same_user(s.get(), pid) || !send_hello(s.get(), mine(), heap_->fd()))
-        return failed(Code::system, rank_words(r) + " runs under another user, or closed the connection", {r});
+      if (!same_user(s.get(), pid)) return failed(Code::system, rank_words(r) + " runs under another user", {r});
+      if (!send_hello(s.get(), mine(), heap_->fd())) {
+        if (errno == EPIPE || errno == ECONNRESET)  // it has given up, or died, since it was connected
+          return failed(Code::peer_lost, rank_words(r) + " closed the connection while joining", {r});
+        return failed(Code::system, system_error(("cannot greet " + rank_words(r)).c_str()), {r});
+      }
       connections_.push_back({std::move(s), r, pid});
     }
     to_connect_ = std::move(again);

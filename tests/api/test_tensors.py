@@ -345,6 +345,34 @@ def test_a_cgroup_limit_is_an_exception_not_a_kill():
         folder.rmdir()
 
 
+FULL_SHM_SCRIPT = """
+import os, torch, unisono
+from unisono.testing import run_ranks
+
+def sums(group):
+    shared, ordinary = unisono.ones(8 << 20), torch.ones(1 << 20)
+    group.all_reduce(shared)
+    group.all_reduce(ordinary)
+    return shared.unique().tolist() + ordinary.unique().tolist()
+
+if __name__ == "__main__":
+    assert os.statvfs("/dev/shm").f_bfree == 0
+    print(run_ranks(2, sums))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a /dev/shm of its own")
+def test_a_full_dev_shm_is_no_matter(tmp_path):
+    """Containers often have 64 MB of it, and other programs leave things there: nothing of ours is in it."""
+    (tmp_path / "job.py").write_text(FULL_SHM_SCRIPT)
+    fill = "mount -t tmpfs -o size=64k none /dev/shm && { head -c 1M /dev/zero > /dev/shm/full 2> /dev/null; true; }"
+    command = f"{fill} && exec {sys.executable} {tmp_path}/job.py"
+    done = subprocess.run(["unshare", "-m", "sh", "-c", command], capture_output=True, text=True, timeout=100)
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip(f"may not mount here: {done.stderr}")
+    assert done.returncode == 0 and done.stdout == "[[2.0, 2.0], [2.0, 2.0]]\n", done.stdout + done.stderr
+
+
 def _other_numbers(group):
     """Every rank writes where its own numbers say, so all must have the same."""
     for counts, tail, dtype in (([1, 2], 3, None), ([2, 1], 4, None), ([2, 1], 3, torch.float64)):

@@ -65,24 +65,24 @@ Fd memfd(size_t bytes, bool sealed) {
   return fd;
 }
 
-// A hello as rank 1 would say it, with some of it changed. It may know the nonce: then it is a rank that is broken.
-Hello wrong_hello(const Heap& heap, Dice& dice) {
-  Hello hello = hello_of(heap, heap.base() + 4096, 1, 2, kNonce);
+// A hello as this rank would say it, with some of it changed. It may know the nonce: then it is a rank that is broken.
+Hello wrong_hello(const Heap& heap, int rank, Dice& dice) {
+  Hello hello = hello_of(heap, heap.base() + 4096, rank, 2, kNonce);
   if (dice() % 3 == 0) hello.nonce = {dice(), dice()};
   auto* words = reinterpret_cast<uint64_t*>(&hello);
   for (uint64_t i = dice() % 4; i > 0; i--) words[dice() % (sizeof hello / sizeof(uint64_t))] = any_number(dice);
   return hello;
 }
 
-// Connects to rank 0 again and again, says something and stays a while, often without ever saying anything.
-void knock(const std::string& name, const Heap& heap, Dice dice, const std::atomic<bool>& stop) {
+// Connects again and again, says it is `rank` and stays a while, often without ever saying anything.
+void knock(const std::string& name, const Heap& heap, int rank, Dice dice, const std::atomic<bool>& stop) {
   std::vector<Fd> open;
   while (!stop.load(std::memory_order_relaxed)) {
     Fd s = open_socket();
     socklen_t length;
     sockaddr_un address = address_of(name, length);
     if (connect(s.get(), reinterpret_cast<sockaddr*>(&address), length) == 0) {
-      const Hello hello = wrong_hello(heap, dice);
+      const Hello hello = wrong_hello(heap, rank, dice);
       switch (dice() % 6) {
         case 0:
           break;  // half open
@@ -112,10 +112,11 @@ void fuzz_handshake(Dice& dice) {
   auto foreign = Heap::create(failure);
   std::unique_ptr<Listener> listeners[2] = {Listener::open(failure), Listener::open(failure)};
   const std::vector<std::string> names{listeners[0]->name(), listeners[1]->name()};
+  const int at = static_cast<int>(dice() % 2);  // whose socket
   std::atomic<bool> stop{false};
   std::vector<std::thread> strangers;
   for (int i = 0; i < 2; i++)
-    strangers.emplace_back([&, seed = dice()] { knock(names[0], *foreign, Dice(seed), stop); });
+    strangers.emplace_back([&, seed = dice()] { knock(names[at], *foreign, 1 - at, Dice(seed), stop); });
   std::unique_ptr<Group> made[2];
   const int64_t began = now_ns(), limit = kSecond / 2;
   std::thread second([&] {
@@ -170,11 +171,12 @@ void test_half_open_connections() {
 
 // -- a peer's heap
 
-struct World {  // two ranks in one process; rank 1 only writes what the dice say
+struct World {  // two ranks in one process; the hostile one, rank 0 or 1, only writes what the dice say
   std::shared_ptr<Heap> heaps[2];
   std::byte* blocks[2];
+  const int hostile, sound;
 
-  World() {
+  explicit World(Dice& dice) : hostile(static_cast<int>(dice() % 2)), sound(1 - hostile) {
     Failure failure;
     for (auto& heap : heaps) heap = Heap::create(failure);
   }
@@ -186,9 +188,11 @@ struct World {  // two ranks in one process; rank 1 only writes what the dice sa
       expect(blocks[r] != nullptr, failure.text.c_str());
       peers.push_back({heaps[r]->base(), heaps[r]->capacity(), heaps[r]->mapping(), Block(blocks[r], 2), nullptr, 0});
     }
-    return std::make_unique<Group>(GroupFacts{0, 2, "fuzz", 77, timeout_ns, true}, heaps[0], std::move(peers));
+    return std::make_unique<Group>(GroupFacts{sound, 2, "fuzz", 77, timeout_ns, true}, heaps[sound], std::move(peers));
   }
-  void forget_peer_block() { BlockRelease{heaps[1].get()}(blocks[1]); }
+  Heap& hostile_heap() { return *heaps[hostile]; }
+  Block hostile_block() { return Block(blocks[hostile], 2); }
+  void forget_hostile_block() { BlockRelease{&hostile_heap()}(blocks[hostile]); }
 };
 
 // Fills a sound record: groups, operations with counts, waits and kept tensors. Then changes words of it at random.
@@ -239,37 +243,37 @@ void scribble_on_record(Heap& heap, Dice& dice) {
 }
 
 void fuzz_record(Dice& dice) {
-  World world;
-  fill_record(*world.heaps[1], dice);
+  World world(dice);
+  fill_record(world.hostile_heap(), dice);
   Failure failure;
   const KeptTensor kept{"another", 4096 + 65536, 8, DType::f64, {1}};
-  world.heaps[1]->keeping().add(kept, failure);
-  const uint64_t page = *reinterpret_cast<uint64_t*>(world.heaps[1]->base() + kKeptAt);
+  world.hostile_heap().keeping().add(kept, failure);
+  const uint64_t page = *reinterpret_cast<uint64_t*>(world.hostile_heap().base() + kKeptAt);
   for (int turn = 0; turn < 200; turn++) {
-    scribble_on_record(*world.heaps[1], dice);
-    scribble(world.heaps[1]->base(), page, page + sizeof(KeptPage), dice, static_cast<int>(dice() % 20));
-    const std::string json = record_as_json(world.heaps[1]->base(), "fuzz");
+    scribble_on_record(world.hostile_heap(), dice);
+    scribble(world.hostile_heap().base(), page, page + sizeof(KeptPage), dice, static_cast<int>(dice() % 20));
+    const std::string json = record_as_json(world.hostile_heap().base(), "fuzz");
     expect(json.size() > 100 && json.back() == '}', "a whole record");
-    for (const KeptTensor& t : read_kept(world.heaps[1]->base(), world.heaps[1]->capacity())) {
-      expect(t.offset + t.bytes <= world.heaps[1]->capacity(), "a kept tensor inside of its heap");
+    for (const KeptTensor& t : read_kept(world.hostile_heap().base(), world.hostile_heap().capacity())) {
+      expect(t.offset + t.bytes <= world.hostile_heap().capacity(), "a kept tensor inside of its heap");
       size_t bytes = dtype_bytes(t.dtype);
       for (int64_t n : t.shape) bytes *= static_cast<size_t>(n);
       expect(bytes == t.bytes && t.offset % dtype_bytes(t.dtype) == 0, "a kept tensor of its shape's size");
     }
-    std::byte* made = make_block(*world.heaps[0], 2, failure).release();
+    std::byte* made = make_block(*world.heaps[world.sound], 2, failure).release();
     const Block block(made, 2);
     const uint64_t membership = block.membership_offset();
     block.membership_offset() = any_number(dice);
     const auto* line = reinterpret_cast<std::byte*>(membership_of(block, made, 1 << 20));
     expect(!line || (line >= made && line + sizeof(Membership) <= made + (1 << 20)), "a membership inside of its heap");
     block.membership_offset() = membership;
-    BlockRelease{world.heaps[0].get()}(made);
+    BlockRelease{world.heaps[world.sound].get()}(made);
     if (turn % 20 == 0)  // sound again, so that later turns get further than the first check
-      *reinterpret_cast<uint64_t*>(world.heaps[1]->base() + kKeptAt) = page;
+      *reinterpret_cast<uint64_t*>(world.hostile_heap().base() + kKeptAt) = page;
   }
 }
 
-// A thread that changes what rank 0 reads, while it reads.
+// A thread that changes what the sound rank reads, while it reads.
 template <class Change>
 class Enemy {
  public:
@@ -290,15 +294,15 @@ class Enemy {
 // Waits beside a peer whose record, abort line and membership change: time-outs, warnings and the search for deadlocks
 // read them.
 void fuzz_waits(Dice& dice) {
-  World world;
-  fill_record(*world.heaps[1], dice);
+  World world(dice);
+  fill_record(world.hostile_heap(), dice);
   auto engine = Engine::open(world.join(2'000'000 + static_cast<int64_t>(dice() % 5) * kSecond / 20));
   {
-    const Block block(world.blocks[1], 2);
+    const Block block = world.hostile_block();
     const bool aborts = dice() % 2;
     Enemy enemy(
         [&, aborts](Dice& own) {
-          scribble_on_record(*world.heaps[1], own);
+          scribble_on_record(world.hostile_heap(), own);
           usleep(20);
           if (own() % 64 || !aborts) return;
           AbortLine& line = block.abort();
@@ -313,16 +317,16 @@ void fuzz_waits(Dice& dice) {
     DeadlockFinder finder(engine->group());
     for (int i = 0; i < 20; i++) finder.look(call.seq, WaitFor::callers, now_ns() + i * kSecond);
   }
-  world.forget_peer_block();
+  world.forget_hostile_block();
   engine.reset();
 }
 
-// A peer that makes and takes back offers and verdicts while rank 0 shrinks the group.
+// A peer that makes and takes back offers and verdicts while the sound rank shrinks the group.
 void fuzz_shrink(Dice& dice) {
-  World world;
+  World world(dice);
   auto group = world.join(kSecond);
   {
-    const Block block(world.blocks[1], 2);
+    const Block block = world.hostile_block();
     Enemy enemy(
         [&](Dice& own) {
           auto* offer = reinterpret_cast<std::byte*>(&block.offer());
@@ -336,13 +340,14 @@ void fuzz_shrink(Dice& dice) {
         },
         dice());
     Failure failure;
-    if (agree(*group, dice() % 2 ? std::vector<int>{} : std::vector<int>{1}, kSecond / 20, failure) == Code::ok) {
+    if (agree(*group, dice() % 2 ? std::vector<int>{} : std::vector<int>{world.hostile}, kSecond / 20, failure) ==
+        Code::ok) {
       offered_numbers(*group);
       auto smaller = make_survivors(*group, {.name = "smaller", .id = 78, .timeout_ns = kSecond / 100}, failure);
       if (smaller) smaller->close("the end"), retire(std::move(smaller));
     }
   }
-  world.forget_peer_block();
+  world.forget_hostile_block();
   group->close("the end");
   retire(std::move(group));
   sweep_retired();

@@ -1,9 +1,9 @@
 // A peer that breaks every rule: it publishes descriptors, tables and messages and changes them while the other rank
 // reads them. The sound rank may get any error or any values, but it must come back and touch only its own memory.
 //
-// Rank 0 is real; rank 1 is this file, which writes into rank 1's block by hand. Two threads: one publishes and flips,
-// one makes the calls. Races are the point, so the thread sanitizer does not run this. UNISONO_FUZZ_SEED repeats a run,
-// UNISONO_FUZZ_SECONDS makes it longer.
+// One rank is real; the other, by the dice rank 0 or rank 1, is this file, which writes into its block by hand. Two
+// threads: one publishes and flips, one makes the calls. Races are the point, so the thread sanitizer does not run
+// this. UNISONO_FUZZ_SEED repeats a run, UNISONO_FUZZ_SECONDS makes it longer.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -24,6 +24,13 @@ namespace {
 struct World {
   std::shared_ptr<Heap> heaps[2];
   std::byte* blocks[2];
+  int sound = 0, hostile = 1;
+
+  void choose_hostile(std::mt19937_64& dice) {
+    hostile = static_cast<int>(dice() % 2);
+    sound = 1 - hostile;
+  }
+  void forget_hostile_block() { BlockRelease{heaps[hostile].get()}(blocks[hostile]); }
 };
 
 std::shared_ptr<Engine> join(World& world) {
@@ -35,8 +42,8 @@ std::shared_ptr<Engine> join(World& world) {
     peers.push_back({world.heaps[r]->base(), world.heaps[r]->capacity(), world.heaps[r]->mapping(),
                      Block(world.blocks[r], 2), nullptr, 0});
   }
-  GroupFacts facts{0, 2, "hostile", 1, 50'000'000, true};
-  return Engine::open(std::make_unique<Group>(facts, world.heaps[0], std::move(peers)));
+  GroupFacts facts{world.sound, 2, "hostile", 1, 50'000'000, true};
+  return Engine::open(std::make_unique<Group>(facts, world.heaps[world.sound], std::move(peers)));
 }
 
 uint64_t any_number(std::mt19937_64& dice) {
@@ -57,7 +64,7 @@ uint64_t any_number(std::mt19937_64& dice) {
 }
 
 // Publishes what a sound rank would, then changes one field after another until told to stop.
-void attack(const Block& block, uint64_t seq, Verb verb, int root, size_t count, std::mt19937_64& dice,
+void attack(const Block& block, int rank, uint64_t seq, Verb verb, int root, size_t count, std::mt19937_64& dice,
             const std::atomic<bool>& stop) {
   Descriptor& d = block.descriptor(seq);
   TableEntry* table = block.table(seq);
@@ -70,7 +77,7 @@ void attack(const Block& block, uint64_t seq, Verb verb, int root, size_t count,
     d.said.input = static_cast<Holder>(dice() % 5);
     d.said.has_table = 1;
     d.said.has_ring = 1;
-    for (int r = 0; r < 2; r++) table[r] = {Place::at(1, 4096), Place::at(1, 8192), count, count};
+    for (int r = 0; r < 2; r++) table[r] = {Place::at(rank, 4096), Place::at(rank, 8192), count, count};
   };
   sound();
   d.seq.store(seq, std::memory_order_release);
@@ -96,6 +103,7 @@ void test_collectives(uint64_t seed, int rounds) {
   std::mt19937_64 dice(seed);
   int codes[static_cast<int>(Code::count_)] = {};
   for (int round = 0; round < rounds; round++) {
+    world.choose_hostile(dice);
     auto engine = join(world);
     const Verb verbs[] = {Verb::gather,         Verb::scatter,    Verb::all_to_all, Verb::all_gather,
                           Verb::reduce_scatter, Verb::all_reduce, Verb::broadcast};
@@ -103,13 +111,14 @@ void test_collectives(uint64_t seed, int rounds) {
     const bool rooted = verb == Verb::gather || verb == Verb::scatter || verb == Verb::broadcast;
     const int root = rooted ? static_cast<int>(dice() % 2) : -1;
     const size_t count = dice() % 2 ? 10 : 5000;
-    auto* in = static_cast<std::byte*>(world.heaps[0]->allocate(2 * count * 4, failure));
-    auto* out = static_cast<std::byte*>(world.heaps[0]->allocate(2 * count * 4 + 64, failure));
+    Heap& sound_heap = *world.heaps[world.sound];
+    auto* in = static_cast<std::byte*>(sound_heap.allocate(2 * count * 4, failure));
+    auto* out = static_cast<std::byte*>(sound_heap.allocate(2 * count * 4 + 64, failure));
     std::memset(static_cast<void*>(out), 7, 2 * count * 4 + 64);
     std::atomic<bool> stop{false};
     std::thread enemy([&, seed = dice()] {
       std::mt19937_64 own(seed);
-      attack(Block(world.blocks[1], 2), 1, verb, root, count, own, stop);
+      attack(Block(world.blocks[world.hostile], 2), world.hostile, 1, verb, root, count, own, stop);
     });
     const std::vector<Part> ins{{in, count}, {in + count * 4, count}}, outs{{out, count}, {out + count * 4, count}};
     Call call;
@@ -121,19 +130,19 @@ void test_collectives(uint64_t seed, int rounds) {
     call.in = verb == Verb::reduce_scatter || verb == Verb::scatter || verb == Verb::all_to_all ? nullptr : in;
     call.out = verb == Verb::all_gather || verb == Verb::gather || verb == Verb::all_to_all ? nullptr : out;
     if (verb == Verb::broadcast) call.in = call.out = out;
-    if (verb == Verb::reduce_scatter || verb == Verb::all_to_all || (verb == Verb::scatter && root == 0))
+    if (verb == Verb::reduce_scatter || verb == Verb::all_to_all || (verb == Verb::scatter && root == world.sound))
       call.in_parts = ins.data();
-    if (verb == Verb::all_gather || verb == Verb::all_to_all || (verb == Verb::gather && root == 0))
+    if (verb == Verb::all_gather || verb == Verb::all_to_all || (verb == Verb::gather && root == world.sound))
       call.out_parts = outs.data();
     codes[static_cast<int>(engine->run(call))]++;
     stop.store(true);
     enemy.join();
     for (size_t i = 0; i < 64; i++)
       if (out[2 * count * 4 + i] != std::byte{7}) std::printf("written past the end\n"), std::exit(1);
-    BlockRelease{world.heaps[1].get()}(world.blocks[1]);
+    world.forget_hostile_block();
     engine.reset();
-    world.heaps[0]->release(in);
-    world.heaps[0]->release(out);
+    sound_heap.release(in);
+    sound_heap.release(out);
   }
   std::printf("collectives: ok %d, mismatch %d, timeout %d, impossible %d\n", codes[static_cast<int>(Code::ok)],
               codes[static_cast<int>(Code::mismatch)], codes[static_cast<int>(Code::timeout)],
@@ -146,37 +155,39 @@ void test_messages(uint64_t seed, int rounds) {
   for (auto& heap : world.heaps) heap = Heap::create(failure);
   std::mt19937_64 dice(seed);
   for (int round = 0; round < rounds; round++) {
+    world.choose_hostile(dice);
     auto engine = join(world);
-    Block block(world.blocks[1], 2);
+    const int sound = world.sound, hostile = world.hostile;
+    Block block(world.blocks[hostile], 2);
     std::atomic<bool> stop{false};
     const size_t bytes = dice() % 2 ? 60 : 200'000;
     std::thread enemy([&, seed = dice()] {
       std::mt19937_64 own(seed);
       for (uint64_t i = 0; i < block.mailbox_depth(); i++) {
-        MailboxEntry& entry = block.mailbox(0, i);
-        entry.envelope = {0, bytes, 1, Place::at(1, 4096), DType::f32, static_cast<Carrier>(own() % 3)};
+        MailboxEntry& entry = block.mailbox(sound, i);
+        entry.envelope = {0, bytes, 1, Place::at(hostile, 4096), DType::f32, static_cast<Carrier>(own() % 3)};
         entry.filled.store(any_number(own), std::memory_order_relaxed);
         entry.posted.store(i + 1, std::memory_order_release);
       }
       while (!stop.load(std::memory_order_relaxed)) {
-        Envelope& envelope = block.mailbox(0, own() % block.mailbox_depth()).envelope;
+        Envelope& envelope = block.mailbox(sound, own() % block.mailbox_depth()).envelope;
         volatile uint64_t* words[] = {&envelope.bytes, &envelope.place.word, &envelope.seq};
         *words[own() % std::size(words)] = own() % 2 ? bytes : any_number(own);
         *const_cast<volatile Carrier*>(&envelope.carrier) = static_cast<Carrier>(own() % 4);
         if (own() % 8 == 0) *const_cast<volatile DType*>(&envelope.dtype) = static_cast<DType>(own() % 256);
-        Reply& reply = block.reply(0, own() % block.mailbox_depth());  // to what rank 0 sends
+        Reply& reply = block.reply(sound, own() % block.mailbox_depth());  // to what the sound rank sends
         volatile uint64_t* said[] = {&reply.error, &reply.wanted_bytes, &reply.wanted_dtype};
         *said[own() % std::size(said)] = any_number(own);
         reply.drained.store(own() % 2 ? own() % (2 * bytes) : any_number(own), std::memory_order_relaxed);
         if (own() % 32 == 0) reply.done.store(any_number(own), std::memory_order_relaxed);
-        block.mailbox(0, own() % block.mailbox_depth()).filled.store(any_number(own), std::memory_order_relaxed);
+        block.mailbox(sound, own() % block.mailbox_depth()).filled.store(any_number(own), std::memory_order_relaxed);
       }
     });
     std::vector<std::byte> data(bytes + 64, std::byte{7});
     for (int i = 0; i < 4; i++) {
       auto message = std::make_shared<Message>();
       message->sending = i == 3;
-      message->peer = 1;
+      message->peer = hostile;
       message->tag = i == 2 ? 5 : 0;  // the last one never comes: what fills the mailbox is taken aside
       message->data = data.data();
       message->bytes = bytes;
@@ -189,7 +200,7 @@ void test_messages(uint64_t seed, int rounds) {
     enemy.join();
     for (size_t i = bytes; i < data.size(); i++)
       if (data[i] != std::byte{7}) std::printf("written past the end\n"), std::exit(1);
-    BlockRelease{world.heaps[1].get()}(world.blocks[1]);
+    world.forget_hostile_block();
   }
 }
 

@@ -108,7 +108,7 @@ def finish(ranks: FreshRanks, members: list[int], live_on: bool = False) -> None
     """The rest of every member's life: close in time, nothing left, a second group if asked, exit code 0."""
     for rank in members:
         closed = ranks.expect(rank, "closed")
-        assert closed["took_s"] < 2.0, f"rank {rank}: close took {closed['took_s']:.3f} s"
+        assert closed["took_s"] < scenarios.CLOSE_S, f"rank {rank}: close took {closed['took_s']:.3f} s"
     for rank in members:
         left = ranks.expect(rank, "left")
         assert not left["growth"], f"rank {rank} left behind: {left['growth']}"

@@ -17,6 +17,7 @@ from torch.distributed import FileStore
 import unisono
 from tests import leaks
 from tests.faults.cells import Cell, Told
+from tests.faults.scenarios import CLOSE_S
 from unisono.group import rendezvous
 
 # -- memory and files
@@ -74,7 +75,7 @@ def end_with_work_in_flight(c: Cell) -> Told:
     c.group.barrier()
     began = time.monotonic()
     child.close()
-    assert time.monotonic() - began < 2.0, "close took longer than it may"
+    assert time.monotonic() - began < CLOSE_S, "close took longer than it may"
     found: Told = []
     for h in handles:
         found += c.told(h.wait)
@@ -136,7 +137,7 @@ def callbacks(c: Cell) -> Told:
     wake.set()
     c.group.barrier()  # no rank of the child may come late with a second error
     sys.unraisablehook = hook
-    assert took < 2.0, f"close took {took} s"
+    assert took < CLOSE_S, f"close took {took} s"
     assert raised == ([ZeroDivisionError] if c.inject else []), raised
     del child
     c.reduce()

@@ -203,7 +203,7 @@ def stopped(line: Line, group: Any) -> None:
         return
     line.hear()
     try:
-        group.shrink(timeout_s=0.5)
+        group.shrink(timeout_s=2.0)
     except unisono.UnisonoError as error:
         line.tell("failed", **described(error))
     new, lost = group.shrink(exclude=late, timeout_s=20.0)

@@ -122,6 +122,60 @@ def _slow(group, how):
     return "fine"
 
 
+def _busy_threads(group):
+    """The ranks' main threads wait in a circle. Their second threads make calls in a third group all the while, so that
+    each rank is nearly always waiting with both, and in the end one of them makes the missing call."""
+    groups = _pairs(group, 2)
+    other = group.split([0, 1], name="other")
+    first, second = (groups[0], groups[1]) if group.rank == 0 else (groups[1], groups[0])
+    group.barrier()
+
+    def work():
+        until, over = time.monotonic() + LONG_S, torch.zeros(1)
+        while not over:  # rank 0 says when
+            over.fill_(time.monotonic() > until)
+            other.broadcast(over, 0)
+        if group.rank == 1:
+            second.all_reduce(torch.ones(3))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    first.all_reduce(torch.ones(3))
+    thread.join()
+    if group.rank == 0:
+        second.all_reduce(torch.ones(3))
+    return other.calls
+
+
+def test_a_thread_at_work_in_another_group_is_no_deadlock():
+    for calls in run_ranks(2, _busy_threads, timeout_s=FAR_S):
+        assert calls > 10, "the second threads were hardly at work"
+
+
+def _all_threads_stuck(group):
+    """Two threads on each rank, and every one waits for a call that only the others could make."""
+    made = [group.split([0, 1], name=f"pair{i}") for i in range(4)]
+    told = [None, None]
+    group.barrier()
+
+    def call(i):
+        told[i] = _outcome(made[2 * group.rank + i].barrier)[0]
+        made[2 * group.rank + 1 - i].abort("this rank knows")  # its other thread may not: now somebody could call
+
+    thread = threading.Thread(target=call, args=(0,))
+    thread.start()
+    call(1)
+    thread.join()
+    time.sleep(0.5)  # as in _ring
+    return told
+
+
+def test_threads_that_are_all_stuck_are_a_deadlock():
+    """Every rank is told, by one of its threads at least."""
+    for told in run_ranks(2, _all_threads_stuck, timeout_s=FAR_S):
+        assert "DeadlockError" in told and set(told) <= {"DeadlockError", "AbortedError"}, told
+
+
 def _with_servants(group, cycle):
     """A progress bar's monitor and a data loader's threads run beside; with ``cycle`` nobody else does."""
     stop, shown = threading.Event(), {"__name__": "tqdm._monitor"}

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,6 +41,15 @@ CALLS = {
 }
 
 
+def _let_go_on(pid):
+    """A while after it has stopped."""
+    until = time.monotonic() + 30.0
+    while time.monotonic() < until and Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.kill(pid, signal.SIGCONT)
+
+
 def _at(group, name, point, action):
     """Rank 1 is struck at the point; what a rank was told, and how long it took."""
     call = CALLS[name][0]
@@ -51,7 +61,7 @@ def _at(group, name, point, action):
     if group.rank == 1:
         unisono._core.inject_fault(point, action)
     elif group.rank == 0 and action == "stop":
-        threading.Timer(0.3, os.kill, (int(pids[1]), signal.SIGCONT)).start()
+        threading.Thread(target=_let_go_on, args=(int(pids[1]),)).start()
     began = time.monotonic()
     try:
         for _ in range(3):

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from typing import ClassVar
 
 import pytest
 import torch
@@ -113,13 +114,13 @@ def test_a_rank_that_gives_up_tells_those_that_joined(tmp_path):
 
 
 def _gives_up_early(group, path):
-    """Rank 2 never answers; rank 1 waits for it only a second, rank 0 much longer."""
+    """Rank 2 never answers; rank 1 waits for it only for seconds, rank 0 much longer."""
     listener, names = _listeners(group, path)
     began = time.monotonic()
     text = ""
     if group.rank < 2:
         with pytest.raises(unisono.UnisonoError) as caught:
-            _join(listener, group, names, 1.0 if group.rank else LONG_S)
+            _join(listener, group, names, 3.0 if group.rank else LONG_S)
         text = f"{type(caught.value).__name__}: {caught.value}"
     took = time.monotonic() - began
     group.barrier()
@@ -193,28 +194,45 @@ class _SilentListener:
         raise InterruptedError
 
 
+class _NotingListener:
+    """Notes how much time a handshake is given."""
+
+    limits_s: ClassVar[list[float]] = []
+
+    def __init__(self):
+        self._listener = _core.Listener()
+        self.name = self._listener.name
+
+    def join(self, *arguments):
+        self.limits_s.append(arguments[-1])
+        return self._listener.join(*arguments)
+
+
 def _late_and_silent(group, path):
-    """Rank 1 shows itself when two thirds of rank 0's time are over, and then does nothing."""
+    """Rank 1 shows itself when most of rank 0's time is over, and then does nothing."""
     store = FileStore(path, 2)
-    group.barrier()
+    kind = _SilentListener if group.rank else _NotingListener
+    rendezvous._core = type("Core", (), {**vars(_core), "Listener": kind})
     began = time.monotonic()
     if group.rank == 0:
         with pytest.raises(unisono.CollectiveTimeoutError, match="1"):
-            unisono.Group.from_store(store, 0, 2, timeout_s=6.0)
+            unisono.Group.from_store(store, 0, 2, name="late", timeout_s=5.0)
     else:
-        time.sleep(4.0)
-        rendezvous._core = type("Core", (), {**vars(_core), "Listener": _SilentListener})
+        store.wait(["unisono/late/1/at/0"])  # rank 0's time runs
+        time.sleep(3.0)
         with pytest.raises(InterruptedError):
-            unisono.Group.from_store(store, 1, 2, timeout_s=6.0)
-        rendezvous._core = _core
+            unisono.Group.from_store(store, 1, 2, name="late", timeout_s=5.0)
+    rendezvous._core = _core
     took = time.monotonic() - began
     group.barrier()  # the silent listener stays open until now
-    return took
+    return took, _NotingListener.limits_s
 
 
 def test_one_limit_for_the_whole_of_joining(tmp_path):
-    took, _ = run_ranks(2, _late_and_silent, str(tmp_path / "store"))
-    assert 5.9 < took < 9.0, "store and handshake have one limit together"
+    """The handshake is given what the store has left of it."""
+    (took, limits_s), _ = run_ranks(2, _late_and_silent, str(tmp_path / "store"))
+    assert took > 4.9
+    assert len(limits_s) == 1 and limits_s[0] <= 2.0, limits_s
 
 
 def _no_room(group):

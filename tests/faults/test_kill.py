@@ -13,7 +13,7 @@ import pytest
 
 from tests.faults.fresh import FreshRanks, finish
 
-BOUND_S = 1.0  # asserted; the promise is 0.1, printed against it: a loaded machine must not fail a test
+BOUND_S = 5.0  # of 60, at which the call would end; the promise is 0.1, printed, and `make faults` holds it to that
 MOMENTS = {
     "idle": ("idle", {}),
     "waiting small": ("waiting", {"count": 4}),
@@ -85,6 +85,7 @@ def _check_error(said, rank, victims, pids):
         where = rf"rank {victim}   pid {pids[victim]}   died   last call (none|\w+ #\d+ \(\w+\))"
         assert re.search(where, said["text"]), f"not where rank {victim} was in {said['text']!r}"
     assert said["op"], "the error does not say in which op"
+    assert said["op"] == "recv" or f"{said['op']} #{said['seq']} in " in said["text"], f"no number in {said['text']!r}"
     assert (said["rank"], said["group"]) == (rank, "world")
 
 
@@ -118,15 +119,17 @@ def test_all_but_one_killed(tmp_path, measured):
         finish(ranks, [0], live_on=True)
 
 
-def test_all_killed_many_times(tmp_path):
-    """Twenty crashed runs leave no process and nothing in /dev/shm, and the next run works."""
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("turns", [20, pytest.param(100, marks=pytest.mark.slow)])
+def test_all_killed_many_times(turns, tmp_path):
+    """Crashed runs leave no process and nothing in /dev/shm, and the next run works."""
     before = sorted(os.listdir("/dev/shm"))
-    for turn in range(20):
+    for turn in range(turns):
         with FreshRanks(2, tmp_path, "streaming", bytes=8 << 20, heap=turn % 2 == 0) as ranks:
             pids = [ranks.pid(rank) for rank in (0, 1)]
             if turn % 4:  # otherwise in the middle of joining
                 ranks.expect_all("inside")
-            time.sleep(0.003 * turn)
+            time.sleep(0.003 * (turn % 20))
             ranks.signal([0, 1])
             assert ranks.join([0, 1]) == [-9, -9]
         assert sorted(os.listdir("/dev/shm")) == before, f"after run {turn}"
@@ -138,7 +141,7 @@ def test_all_killed_many_times(tmp_path):
 
 def test_killed_while_joining(tmp_path):
     """A rank that dies before it has joined: the other gives up at its deadline and says who is missing."""
-    with FreshRanks(2, tmp_path, "idle", group_timeout_s=3.0) as ranks:
+    with FreshRanks(2, tmp_path, "idle", joining_timeout_s=3.0) as ranks:
         ranks.signal([1])
         ranks.join([1])
         # If it died only after joining, the barrier in the body fails instead.

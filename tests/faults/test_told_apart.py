@@ -20,23 +20,27 @@ LIMIT_S = 8.0
 
 
 class _Heard(logging.Handler):
-    def __init__(self):
+    def __init__(self, path=None):
         super().__init__()
-        self.texts = []
+        self.texts, self.path = [], path
         logging.getLogger("unisono").addHandler(self)
 
     def emit(self, record):
         self.texts.append(record.getMessage())
+        if self.path:
+            self.path.touch()
 
 
-def _late(group, how):
-    """Rank 1 comes late to the second call; what rank 0's log says meanwhile."""
-    heard = _Heard()
+def _late(group, how, path):
+    """Rank 1 comes to the second call when rank 0 has warned, or late; what rank 0's log says meanwhile."""
+    heard = _Heard(path)
     group = group.split([0, 1], timeout_s=LIMIT_S)
     pid = torch.tensor([os.getpid()])
     group.broadcast(pid, 1)
     if group.rank == 1:
-        time.sleep(LIMIT_S / 4 + 1.0)
+        until = time.monotonic() + 0.75 * LIMIT_S
+        while not path.exists() and time.monotonic() < until:
+            time.sleep(0.01)
     elif how == "stopped":
         os.kill(int(pid), signal.SIGSTOP)
         again = threading.Timer(LIMIT_S / 2, os.kill, (int(pid), signal.SIGCONT))
@@ -49,8 +53,8 @@ def _late(group, how):
 
 
 @pytest.mark.parametrize("how", ["sync", "async"])
-def test_a_late_rank_is_in_the_log_with_its_line(how):
-    waiting, late = run_ranks(2, _late, how, timeout_s=60)
+def test_a_late_rank_is_in_the_log_with_its_line(how, tmp_path):
+    waiting, late = run_ranks(2, _late, how, tmp_path / "warned", timeout_s=60)
     assert late == []
     assert len(waiting) >= 1, "no warning"
     assert "barrier #2" in waiting[0] and "test_told_apart.py:" in waiting[0], waiting[0]
@@ -59,8 +63,8 @@ def test_a_late_rank_is_in_the_log_with_its_line(how):
     assert "last call broadcast #1 at test_told_apart.py:" in line and "in no call" in line, line
 
 
-def test_a_stopped_rank_is_in_the_log_as_stopped():
-    waiting, _ = run_ranks(2, _late, "stopped", timeout_s=60)
+def test_a_stopped_rank_is_in_the_log_as_stopped(tmp_path):
+    waiting, _ = run_ranks(2, _late, "stopped", tmp_path / "warned", timeout_s=60)
     assert any("   stopped   " in text for text in waiting), waiting
 
 
@@ -214,11 +218,12 @@ def test_every_adapter_notes_the_programs_line():
 def _on_gloo(group, path):
     """Rank 1 comes late to a call on gloo."""
     heard = _Heard()
-    log.WARN_AFTER_S = 0.5
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=group.rank, world_size=2)
     for late in (False, True):
-        if late and group.rank == 1:
+        if late and group.rank == 0:
+            log.WARN_AFTER_S = 0.5
+        elif late:
             time.sleep(3.0)
         unisono.all_gather_into_tensor_uneven(torch.empty(3), torch.ones(1 + group.rank), [1, 2])
     dist.destroy_process_group()

@@ -10,8 +10,8 @@ import pytest
 
 from tests.faults.fresh import FreshRanks, finish
 
-BOUND_S = 1.0
-SLACK_S = 3.0  # beyond a deadline, on a loaded machine
+BOUND_S = 5.0  # of 30 or 60, at which a call would end; what is promised is printed, and `make faults` holds it to that
+SLACK_S = 10.0  # beyond a deadline, on a loaded machine
 
 
 def _expect_error(ranks, rank, kinds=None):
@@ -37,15 +37,15 @@ def test_a_rank_that_never_comes(size, body, given, tmp_path):
     late = size - 1
     limits = {"group_timeout_s": 0.7} if given == "by group" else {"group_timeout_s": 60.0, "call_timeout_s": 0.7}
     with FreshRanks(size, tmp_path, body, late=[late], **limits) as ranks:
-        ranks.expect_all("inside")
-        began = time.monotonic()
+        began_at = [said["at"] for said in ranks.expect_all("inside")]  # just before its call, by the rank's own clock
         timed_out = 0
         for rank in range(late):
+            began = began_at[rank]
             said = _expect_error(ranks, rank, {"CollectiveTimeoutError", "AbortedError"})
             timed_out += said["kind"] == "CollectiveTimeoutError"
             assert said["at"] - began < 0.7 + SLACK_S
             if said["kind"] == "CollectiveTimeoutError":
-                assert said["at"] - began > 0.4, "too soon"
+                assert said["at"] - began > 0.69, "too soon"
                 assert f"rank {late}" in said["text"], said["text"]
                 assert late in said["peers"], said
         assert timed_out, "nobody got CollectiveTimeoutError"
@@ -68,7 +68,7 @@ def test_a_rank_that_comes_late_but_in_time(body, tmp_path):
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_stopped_rank_is_called_stopped(size, tmp_path):
     late = size - 1
-    with FreshRanks(size, tmp_path, "waiting", late=[late], group_timeout_s=1.0) as ranks:
+    with FreshRanks(size, tmp_path, "waiting", late=[late], group_timeout_s=3.0) as ranks:
         ranks.expect_all("inside")
         ranks.signal([late], signal.SIGSTOP)
         texts = [_expect_error(ranks, rank)["text"] for rank in range(late)]
@@ -93,7 +93,7 @@ def test_a_rank_that_goes_on_in_time(size, tmp_path):
 @pytest.mark.parametrize("rounds", [None, 30], ids=["fault", "control"])
 def test_stopped_in_the_middle_of_large_calls(rounds, tmp_path):
     """Stopped for a while inside a stream of all_reduces: in time nothing is lost, else a timeout."""
-    timeout_s = 1.5 if rounds is None else 30.0
+    timeout_s = 4.0 if rounds is None else 30.0
     options = {"bytes": 16 << 20, "rounds": rounds, "group_timeout_s": timeout_s}
     with FreshRanks(2, tmp_path, "streaming", **options) as ranks:
         ranks.expect_all("inside")
@@ -136,7 +136,7 @@ def test_a_signal_handler_runs_and_the_wait_goes_on(tmp_path, measured):
         ranks.expect_all("inside")
         ranks.wait_until_blocked(0)
         sent_at = ranks.signal([0], signal.SIGUSR1)
-        ran = ranks.expect(0, "handler ran", limit_s=5.0)
+        ran = ranks.expect(0, "handler ran")
         measured(ran["at"] - sent_at)
         ranks.say([1])
         ranks.expect_all("fine")
@@ -157,7 +157,7 @@ def test_a_rank_that_leaves(size, how, tmp_path, measured):
             assert late in said["peers"] or f"rank {late}" in said["text"], said
             assert said["kind"] == "PeerLostError" or "left" in said["text"], said
             measured(said["at"] - left_at)
-            assert said["at"] - left_at < 5.0  # Python's own exit is part of it
+            assert said["at"] - left_at < 2 * BOUND_S  # Python's own exit is part of it
         if how == "close":
             finish(ranks, list(range(size)))
         else:

@@ -15,7 +15,8 @@ from tests.multihost.pretended import LAYOUTS, over_hosts
 from tests.transports.test_matrix import DISAGREE
 from unisono.testing import run_ranks
 
-BOUND_S = 2.0  # asserted; the promise is 0.2 and the time is printed: a loaded machine must not fail a test
+BOUND_S = 5.0  # of 30, at which calls would end; the promise is 0.2, and the time is printed
+CLOSE_S = 5.0  # 2 are promised
 
 
 def disagree(group, hosts):
@@ -116,7 +117,7 @@ def test_killed(layout, what, victims, tmp_path):
         print(f"rank {rank} knew after {since * 1000:.0f} ms: {text.splitlines()[0]}")
         assert set(peers) & set(victims), text
         assert "on host" in text and again == "PeerLostError"
-        assert since < BOUND_S and closing < 2.5
+        assert since < BOUND_S and closing < CLOSE_S
 
 
 @pytest.mark.parametrize("what", [what for what in CALLS if what != "receiving"])
@@ -138,8 +139,9 @@ def late(group, hosts, who):
         took = time.monotonic() - began
         began = time.monotonic()
         over.close()
+        closing = time.monotonic() - began
         group.barrier()
-        return took, time.monotonic() - began, caught.value.peers, str(caught.value)
+        return took, closing, caught.value.peers, str(caught.value)
 
 
 @pytest.mark.parametrize("who", [2, 3])
@@ -148,7 +150,7 @@ def test_a_late_rank(who):
     for rank, outcome in enumerate(said):
         if rank != who:
             took, closing, peers, text = outcome
-            assert 0.5 < took < 10 and closing < 3, outcome
+            assert 0.5 < took < 15 and closing < CLOSE_S, outcome  # of 30, the group's limit
             assert who in peers, text
 
 
@@ -206,7 +208,7 @@ def pending_at_close(group, hosts):
 
 
 def test_close_with_a_call_under_way():
-    assert max(run_ranks(4, pending_at_close, LAYOUTS["2+2"], timeout_s=45)) < 2.5
+    assert max(run_ranks(4, pending_at_close, LAYOUTS["2+2"], timeout_s=45)) < CLOSE_S
 
 
 def refilled(group, hosts):

@@ -37,7 +37,7 @@ def calls(group, verb):
     return lambda: group.broadcast(whole, 0)
 
 
-def until_killed(group, verb, victim, moment_s):
+def until_killed(group, verb, victim, moment_s, folder):
     """What a rank raises: type, the ranks it names, the text."""
     call = calls(group, verb)
     group.barrier()
@@ -47,17 +47,20 @@ def until_killed(group, verb, victim, moment_s):
         for _ in range(100_000):
             call()
     except BaseException as error:
-        time.sleep(1.0)  # others may still be on their way to the error: nobody else leaves meanwhile
+        (folder / str(group.rank)).touch()
+        end = time.monotonic() + 20.0
+        while len(list(folder.iterdir())) < group.size - 1 and time.monotonic() < end:
+            time.sleep(0.01)  # others may still be on their way to the error: nobody else leaves meanwhile
         return type(error).__name__, getattr(error, "peers", ()), str(error)
     return "nothing was raised"
 
 
-def pretended(group, verb, victim, moment_s):
+def pretended(group, verb, victim, moment_s, folder):
     with over_hosts(group, LAYOUTS["2+2"], 30.0, together=False) as over:
-        return until_killed(over, verb, victim, moment_s)
+        return until_killed(over, verb, victim, moment_s, folder)
 
 
-def told_late(group, verb, victim, moment_s, late_s):
+def told_late(group, verb, victim, moment_s, late_s, folder):
     """As on a busy machine: rank 1 posts on the closed connection before the notice says why it is closed."""
     tell, send = Control.tell, Bulk.send
 
@@ -76,12 +79,12 @@ def told_late(group, verb, victim, moment_s, late_s):
     Control.tell = slow_tell
     if group.rank == 1:
         Bulk.send = send_when_closed
-    return pretended(group, verb, victim, moment_s)
+    return pretended(group, verb, victim, moment_s, folder)
 
 
-def apart(verb, victim, moment_s):
+def apart(verb, victim, moment_s, folder):
     with unisono.Group.from_env(timeout_s=50.0) as group:
-        return until_killed(group, verb, victim, moment_s)
+        return until_killed(group, verb, victim, moment_s, folder)
 
 
 def check(said, victim):
@@ -106,17 +109,17 @@ CASES = [
 
 
 @pytest.mark.parametrize(("verb", "victim", "moment_s"), CASES)
-def test_killed(verb, victim, moment_s):
-    check(run_ranks(4, pretended, verb, victim, moment_s, check=False, timeout_s=60), victim)
+def test_killed(verb, victim, moment_s, tmp_path):
+    check(run_ranks(4, pretended, verb, victim, moment_s, tmp_path, check=False, timeout_s=60), victim)
 
 
 @pytest.mark.parametrize("late_s", TOLD_LATE_S)
 @pytest.mark.parametrize("verb", ["all_reduce", pytest.param("all_gather", marks=pytest.mark.slow)])
-def test_killed_and_told_late(verb, late_s):
-    check(run_ranks(4, told_late, verb, 3, 0.5, late_s, check=False, timeout_s=60), 3)
+def test_killed_and_told_late(verb, late_s, tmp_path):
+    check(run_ranks(4, told_late, verb, 3, 0.5, late_s, tmp_path, check=False, timeout_s=60), 3)
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")
 @pytest.mark.parametrize("moment_s", MOMENTS_S[1:3])
-def test_killed_on_another_host(moment_s):
-    check(run_on_hosts([2, 2], apart, "all_reduce", 3, moment_s, check=False), 3)
+def test_killed_on_another_host(moment_s, tmp_path):
+    check(run_on_hosts([2, 2], apart, "all_reduce", 3, moment_s, tmp_path, check=False), 3)

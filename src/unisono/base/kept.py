@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .. import _core
+from .fork import fork_lock
 
 _kept: dict[str, Kept] = {}
+_lock = fork_lock()  # from the look at who has a name until the name has changed hands
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,10 @@ class Kept:
 
     def drop(self) -> None:
         """Takes the name back; nobody inherits the tensor any more."""
-        self._slot.drop()  # first: inside of an update it raises, and nothing has changed
-        if _kept.get(self.name) is self:
-            _kept.pop(self.name, None)
+        with _lock:
+            self._slot.drop()  # first: inside of an update it raises, and nothing has changed
+            if _kept.get(self.name) is self:
+                del _kept[self.name]
 
 
 @atexit.register
@@ -98,11 +101,12 @@ def keep(name: str, tensor: Tensor) -> Kept:
         What :meth:`Kept.update` and :meth:`Kept.drop` are called on.
     """
     made = Kept(name, tensor)
-    # Until the new one has the name, which another thread may have taken in between.
-    while (before := _kept.setdefault(name, made)) is not made:
-        try:
-            before.drop()
-        except RuntimeError:  # it is being updated
-            made.drop()
-            raise
+    with _lock:
+        if (before := _kept.get(name)) is not None:
+            try:
+                before._slot.drop()
+            except RuntimeError:  # it is being updated
+                made._slot.drop()
+                raise
+        _kept[name] = made
     return made
