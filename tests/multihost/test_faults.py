@@ -52,6 +52,7 @@ def test_disagreeing_ranks(pool, size, layout):
 CALLS = {
     "waiting small": lambda group, rounds: group.all_reduce(torch.ones(4)),
     "streaming all_reduce": lambda group, rounds: [group.all_reduce(torch.ones(400_000)) for _ in range(rounds)],
+    "streaming in one message": lambda group, rounds: [group.all_reduce(torch.ones(200_000)) for _ in range(rounds)],
     "streaming reduce_scatter": lambda group, rounds: [
         group.reduce_scatter(torch.zeros(200_000), torch.ones(800_000)) for _ in range(rounds)
     ],

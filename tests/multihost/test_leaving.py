@@ -11,7 +11,7 @@ from tests.multihost.pretended import LAYOUTS, over_hosts
 from unisono.testing import run_ranks
 from unisono.transport.hosts.links import Bulk
 
-LARGE = 200_000  # floats
+LARGE = 400_000  # floats
 SOON_S = 10.0  # of 30, at which calls that hang would end
 
 

@@ -19,11 +19,14 @@ N = 1 << 20  # floats
 SEGMENT = 1514  # bytes of one on the interface
 BOUND_S = 5.0  # of 30, at which calls would end; the promise is 0.2, and the time is printed
 CLOSE_S = 5.0  # 2 are promised
-COUNTS = {4: [N, 0, 3 * N // 2, N // 2], 3: [N, N // 2, 3 * N // 2]}
 
 
-def _calls(rank, size):
-    counts = COUNTS[size]
+def _counts(size, n):
+    return {4: [n, 0, 3 * n // 2, n // 2], 3: [n, n // 2, 3 * n // 2]}[size]
+
+
+def _calls(rank, size, n):
+    counts = _counts(size, n)
     whole = torch.ones(sum(counts))
     equal = sum(counts) // size
     return {
@@ -40,11 +43,11 @@ def _sent(paths):
     return [sent - SEGMENT * again for sent, again in zip(sent_by(paths), repeated_by(paths), strict=True)]
 
 
-def count_bytes(backend, paths):
+def count_bytes(backend, paths, n):
     dist.init_process_group(backend)
     rank, size = dist.get_rank(), dist.get_world_size()
     sent = {}
-    for name, call in _calls(rank, size).items():
+    for name, call in _calls(rank, size, n).items():
         dist.barrier()
         time.sleep(0.05)
         before = _sent(paths)
@@ -57,9 +60,9 @@ def count_bytes(backend, paths):
     return sent
 
 
-def _wanted(places, hosts):
+def _wanted(places, hosts, n):
     size = len(places)
-    counts = COUNTS[size]
+    counts = _counts(size, n)
     whole = 4 * sum(counts)
     held = [4 * sum(n for r, n in enumerate(counts) if places[r] == h) for h in range(hosts)]
     equal = whole // size
@@ -74,16 +77,18 @@ def _wanted(places, hosts):
 
 
 @pytest.mark.parametrize(
-    ("layout", "interleaved"), [([2, 2], False), ([2, 2], True), ([1, 1, 1], False)], ids=["2+2", "interleaved", "3"]
+    ("layout", "interleaved", "n"),
+    [([2, 2], False, N), ([2, 2], True, N), ([1, 1, 1], False, N), ([2, 2], False, N // 16)],
+    ids=["2+2", "interleaved", "3", "in one message"],
 )
-def test_bytes_on_the_interface(layout, interleaved):
+def test_bytes_on_the_interface(layout, interleaved, n):
     with Hosts(len(layout)) as hosts:
         paths = [hosts.namespace(h) for h in range(hosts.size)]
-        ours = run_on_hosts(layout, count_bytes, "unisono", paths, hosts=hosts, interleaved=interleaved)[0]
-        gloo = run_on_hosts(layout, count_bytes, "gloo", paths, hosts=hosts, interleaved=interleaved, env=GLOO)[0]
+        ours = run_on_hosts(layout, count_bytes, "unisono", paths, n, hosts=hosts, interleaved=interleaved)[0]
+        gloo = run_on_hosts(layout, count_bytes, "gloo", paths, n, hosts=hosts, interleaved=interleaved, env=GLOO)[0]
     places = [h for h, n in enumerate(layout) for _ in range(n)]
     places = [0, 1, 0, 1] if interleaved else places
-    for name, wanted in _wanted(places, len(layout)).items():
+    for name, wanted in _wanted(places, len(layout), n).items():
         print(f"{name:15} wanted {wanted}, unisono {ours[name]}, gloo {gloo[name]}")
         for got, want in zip(ours[name], wanted, strict=True):
             # Headers of TCP and of messages; what comes the other way is acknowledged: 66 bytes each, at worst 5 %.

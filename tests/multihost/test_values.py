@@ -85,6 +85,12 @@ def reductions(group, hosts):
             over.all_reduce(small, op, factor=factor)
             if reference.difference(small, large[:500]) is not None:
                 complaints.append(f"{name} {op}: a small call gives other bits")
+            in_pieces, most = inputs[over.rank].clone(), over.transport.small_bytes
+            over.transport.small_bytes = 0  # on two hosts the others were one message
+            over.all_reduce(in_pieces, op, factor=factor)
+            over.transport.small_bytes = most
+            if reference.difference(in_pieces, large) is not None:
+                complaints.append(f"{name} {op}: pieces give other bits")
             every = torch.empty(over.size, large.nbytes, dtype=torch.uint8)
             over.all_gather(every, large.view(torch.uint8))
             if not all(torch.equal(row, every[0]) for row in every):
@@ -117,7 +123,8 @@ def with_float32(group):
         with over_hosts(group, LAYOUTS["2+2"]) as over:
             for name in ("float16", "bfloat16"):
                 for op in ("sum", "avg", "premul_sum"):
-                    for n in (500, 70_000):
+                    for n, most in ((500, 1 << 20), (70_000, 1 << 20), (70_000, 0)):
+                        over.transport.small_bytes = most
                         inputs = [reference.make_input(name, n, r, 5) for r in range(over.size)]
                         factors = [0.5 + 0.25 * r for r in range(over.size)]
                         tensor = inputs[over.rank].clone()

@@ -28,9 +28,12 @@ from ...base.tensors import empty
 from .links import HEADER, Memory, Word
 
 if TYPE_CHECKING:
+    from .engine import Engine
+    from .layout import Layout
     from .state import HostsGroup
 
-SMALL_BYTES = 64 << 10  # up to here data travels with the requests
+SMALL_BYTES = 64 << 10  # up to here data travels with the requests, whatever the layout
+_LEADER_BYTES = 2 << 20  # of all its ranks: up to here a leader does as well as all lanes
 _ONE_BY_ONE_BYTES = 8 << 10
 _TURNS = 8  # receives that are posted, in as many buffers
 _POSTED_AT_ONCE = 4
@@ -50,9 +53,20 @@ def record_room(size: int) -> int:
     return _RECORD_BYTES + 16 * size
 
 
-def _most_data(wide: bool) -> int:
+def most_small(layout: Layout, engine: Engine) -> int:
+    """Up to how many bytes the data of a call travels with the requests.
+
+    A large call waits for the requests of the other hosts before it sends anything, and for acknowledgements at its
+    end. Between two hosts the same bytes can go with the requests; between more, an all_reduce would send too many.
+    """
+    if layout.count > 2:
+        return SMALL_BYTES
+    return max(SMALL_BYTES, min(engine.eager_bytes, _LEADER_BYTES // layout.lanes))
+
+
+def _most_data(transport: HostsGroup) -> int:
     """Bytes of data in a message: partial sums may be twice as wide as the data."""
-    return 2 * SMALL_BYTES if wide else SMALL_BYTES
+    return 2 * transport.small_bytes if transport.wide_sums else transport.small_bytes
 
 
 class Own:
@@ -96,9 +110,9 @@ class Slots:
         layout, local = transport.layout, transport.comm
         self._await, self._hosts = transport.await_headers, layout.hosts
         room = record_room(layout.size)
-        slot = empty(_SLOT.size + room + SMALL_BYTES, dtype=torch.uint8)
+        slot = empty(_SLOT.size + room + transport.small_bytes, dtype=torch.uint8)
         # Data of all other hosts, or requests that differ.
-        most = max(SMALL_BYTES * max(1, len(layout.others)), layout.size * (_LENGTH.size + room))
+        most = max(transport.small_bytes * len(layout.others), layout.size * (_LENGTH.size + room))
         reply_bytes = 64 + 16 * layout.size + most
         reply = empty(reply_bytes if layout.is_leader else 1, dtype=torch.uint8)
         mine = torch.tensor([local.offset_of(slot), local.offset_of(reply)])
@@ -113,7 +127,7 @@ class Slots:
             self.reply = Memory(local.peer_bytes(0, at[0][1], reply_bytes))
             return
         self.reply = Memory(reply)
-        most = _most_data(transport.wide_sums)
+        most = _most_data(transport)
         self.partial = Memory(torch.empty(most, dtype=torch.uint8))  # what this host's ranks have reduced
         for r in range(local.size):
             here = r == layout.local
@@ -212,10 +226,13 @@ class Headers:
         self.host = host
         self.peer = transport.layout.leader(host)
         ranks = max(len(transport.layout.mine), len(transport.layout.hosts[host]))
-        most = _most_data(transport.wide_sums)
+        most = _most_data(transport)
         room = DATA_AT + ranks * (_LENGTH.size + record_room(transport.layout.size)) + most + 16
-        self._incoming = [Memory(torch.zeros(room, dtype=torch.uint8)) for _ in range(_TURNS)]
-        self.outgoing = [Memory(torch.zeros(room, dtype=torch.uint8)) for _ in range(2)]
+        # Most groups never fill them, so most of this memory is never touched: zeros would.
+        self._incoming = [Memory(torch.empty(room, dtype=torch.uint8)) for _ in range(_TURNS)]
+        self.outgoing = [Memory(torch.empty(room, dtype=torch.uint8)) for _ in range(2)]
+        for memory in self._incoming:
+            memory.write(0, bytes(DATA_AT))
         self._receiving: list[Any] = [None] * _TURNS
         self._sending: list[Any] = [None, None]
         self._lock = threading.Lock()

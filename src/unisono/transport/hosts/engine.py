@@ -28,6 +28,7 @@ from ...base.addresses import interface_of
 log = logging.getLogger("unisono")
 
 MOST_FAREWELLS = 1 << 14
+_GLOO_EAGER_BYTES = 1 << 20
 _FOR_EVER = timedelta(days=20)
 
 
@@ -53,6 +54,7 @@ class Engine(Protocol):
     def arrivals(self) -> select.epoll | None:
         """A new epoll object that reports when anything comes from other hosts, if there is something to wait on."""
 
+    eager_bytes: int  # how much data a message may have whose words, at its begin and end, say that it is here
     needs_advance: bool
     tells_ends: bool  # posting fails when the peer's connection is closed, and messages nobody receives do no harm
     farewells: deque[Any]  # the last messages of closed groups
@@ -72,6 +74,7 @@ class BackendEngine:
 
     def __init__(self, rank: int, make: Callable[[], Sequence[Any]], tells_ends: bool = False) -> None:
         self.tells_ends = tells_ends
+        self.eager_bytes = _GLOO_EAGER_BYTES if tells_ends else 0
         self._rank = rank
         self.farewells: deque[Any] = deque(maxlen=MOST_FAREWELLS)
         self.awaited: list[Any] = []

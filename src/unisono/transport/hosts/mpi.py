@@ -50,6 +50,7 @@ class MpiEngine:
     """Messages over a copy of MPI's world."""
 
     needs_advance = True
+    eager_bytes = 0  # larger messages do not go through memory of the engine
     tells_ends = False  # when a rank dies MPI ends the others
 
     def __init__(self, store: Store, rank: int, size: int, limit_s: float) -> None:

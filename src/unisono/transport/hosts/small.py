@@ -69,9 +69,9 @@ def reduce(
     as_it_is = t.layout.is_alone and reduction.keeps_one
     made: list[Tensor] = [input] if as_it_is else []
 
-    def partial(own: Own) -> Tensor:
+    def partial(own: Own, into: Tensor | None = None) -> Tensor:
         if not made:
-            made.append(slots.partial.view(0, count, partial_dtype))
+            made.append(slots.partial.view(0, count, partial_dtype) if into is None else into)
             parts = [slot.view(own.data_at(i), count, input.dtype) for i, slot in enumerate(own.slots)]
             factors = [1.0] * len(parts)
             if reduction.op == ops.PREMUL_SUM:
@@ -80,6 +80,9 @@ def reduce(
         return made[0]
 
     def outgoing(own: Own, host: int, into: Memory) -> int:
+        if not made and runs[host] == [(0, count)]:  # all of it: made where it is sent from
+            partial(own, into.view(DATA_AT, count, partial_dtype))
+            return count * item
         at = DATA_AT
         for start, end in runs[host]:
             at += into.put(at, partial(own), start * item, (end - start) * item)

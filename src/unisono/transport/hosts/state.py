@@ -29,7 +29,7 @@ from ..agreement import compare
 from ..pending import ProgressThread
 from ..protocol import Seconds
 from . import bulk, control
-from .agreement import Headers, Slots
+from .agreement import Headers, Slots, most_small
 from .control import ABORTED, CLOSED, FORKED, INTERRUPTED, PEER_LOST, TIMEOUT, Cause, Control
 from .engine import Engine
 from .layout import Layout
@@ -64,6 +64,7 @@ class HostsGroup:
         self.name, self.id, self.timeout_s = name, id, timeout_s
         self.wide_sums = wide_sums  # UNISONO_HOSTS_FP32, as all ranks had it when they joined
         self.links = Links(engine, context, id, numbers, layout.rank)
+        self.small_bytes = most_small(layout, engine)
         self._checker = _core.Communicator(layout.rank, layout.size)
         self._watch = c_int64()  # counts what was heard
         self._pid = os.getpid()

@@ -17,7 +17,7 @@ from ..outputs import are_shapes
 from ..pending import Step
 from ..protocol import Counts, Factor, Output, Seconds, Tensors, Transport
 from . import bulk, small
-from .agreement import RESULT_AT, SMALL_BYTES
+from .agreement import RESULT_AT
 from .layout import spans_of
 from .reduction import Reduction
 from .requests import HostsRequest
@@ -49,7 +49,7 @@ class HostsTransport(HostsGroup):
         """Every rank gets all of the reduced whole."""
         reduction = self._reduction(op, factor, source.dtype)
         request = HostsRequest(self.size, seq, verb[0], source.dtype, [source.numel()], op, factor, facts=verb[1])
-        if source.nbytes <= SMALL_BYTES:
+        if source.nbytes <= self.small_bytes:
             every = [[(0, source.numel())]] * self.layout.count
             into.copy_(small.reduce(self, request, source, reduction, every))
         else:
@@ -99,7 +99,7 @@ class HostsTransport(HostsGroup):
         """Each rank gets its chunk of the reduced whole."""
         reduction = self._reduction(op, factor, source.dtype)
         request = HostsRequest(self.size, seq, verb[0], source.dtype, counts, op, factor, facts=verb[1])
-        if source.nbytes <= SMALL_BYTES:
+        if source.nbytes <= self.small_bytes:
             chunks = spans_of(counts)
             got = small.reduce(self, request, source, reduction, [[chunks[r] for r in h] for h in self.layout.hosts])
             start = sum(counts[r] for r in self.layout.mine if r < self.rank)
@@ -119,7 +119,7 @@ class HostsTransport(HostsGroup):
             request = HostsRequest(self.size, seq, "broadcast", source.dtype, [source.numel()], facts=f"root {root}")
             if self.rank == root and into.data_ptr() != source.data_ptr():
                 into.copy_(source)
-            if source.nbytes <= SMALL_BYTES:
+            if source.nbytes <= self.small_bytes:
                 counts = [0] * self.size
                 counts[root] = source.numel()
                 got = small.gather(self, request, source if self.rank == root else None, counts, source.element_size())
@@ -143,7 +143,7 @@ class HostsTransport(HostsGroup):
 
         def run(seq: int) -> None:
             request = HostsRequest(self.size, seq, "all_gather", source.dtype, each)
-            if sum(each) * source.element_size() <= SMALL_BYTES:
+            if sum(each) * source.element_size() <= self.small_bytes:
                 got = small.gather(self, request, source, each, source.element_size())
                 at = RESULT_AT
                 for part in [flat(target)] if parts is None else parts:
