@@ -108,12 +108,17 @@ def check(splits: Sequence[int], rows: int, size: int, words: Words = TORCH, row
         raise words.kind(f"{words.length}\n{_expected_got(f'{size} splits', len(splits))}")
     if sum(splits) != rows:
         got = f"{list(splits)}, which add up to {sum(splits)}"
-        hint = ""
-        if row and sum(splits) == rows * row and not any(n % row for n in splits):
-            hint = f"\n  splits are rows, not elements: for rows of {row} pass {[n // row for n in splits]}"
+        hint = in_rows(splits, row) if sum(splits) == rows * row else ""
         raise words.kind(f"{words.total}\n{_expected_got(f'splits that add up to {rows}', got)}{hint}")
     if min(splits) < 0:
         raise ValueError(f"{words.negative}\n{_expected_got('0 or more rows each', list(splits))}")
+
+
+def in_rows(splits: Sequence[int], row: int) -> str:
+    """What to pass instead of elements per rank; empty if splits cannot be elements of rows of that many."""
+    if row < 2 or any(n % row for n in splits):
+        return ""
+    return f"\n  splits are rows, not elements: for rows of {row} pass {[n // row for n in splits]}"
 
 
 def cut(splits: SplitsLike, rows: int, row: int, size: int, words: Words = TORCH) -> tuple[int, ...]:

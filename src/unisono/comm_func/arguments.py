@@ -15,7 +15,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from .. import _core
 from ..base import ops
-from ..calls.splits import SplitsLike, Words, cut, splits_of
+from ..calls.splits import SplitsLike, Words, cut, in_rows, splits_of
 
 #: The strings an ``op`` may be.
 OPS = ("sum", "prod", "min", "max", "avg")
@@ -66,13 +66,16 @@ def uneven_rows(sizes: SplitsLike, tensor: Tensor, rank: int, size: int, gathers
     shape = tensor.shape
     rows = shape[0] if shape else 1
     total = rows if not gathers else -1 if sizes else rows * size
-    counts = cut(sizes, total, 1 if len(shape) <= 1 else shape[1:].numel(), size)
+    row = 1 if len(shape) <= 1 else shape[1:].numel()
+    counts = cut(sizes, total, row, size)
     if total < 0:
         total = sum(sizes)
     mine = sizes[rank] if sizes else total // size
     if gathers and mine != rows:
+        hint = in_rows(sizes, row) if mine == rows * row else ""
         raise ValueError(
-            f"'tensor' must have as many rows as this rank's split\n  expected {mine} rows on rank {rank}, got {rows}"
+            f"'tensor' must have as many rows as this rank's split\n"
+            f"  expected {mine} rows on rank {rank}, got {rows}{hint}"
         )
     return total if gathers else mine, counts
 

@@ -14,6 +14,7 @@ from .. import _core
 from ..base.handle import Handle
 from ..base.tensors import plain
 from ..calls.groups import transport as transport_of_group
+from ..calls.splits import in_rows
 from ..group.names import GroupLike
 from .arguments import exchange_counts, row_count
 from .dispatch import transport, transport_of_all
@@ -88,8 +89,8 @@ def all_to_all_single_with_output_shape(
     Args:
         output_shape: the shape of the result, or a tensor of that shape
         tensor: the rows to send
-        output_split_sizes: rows that come from each rank; None or empty: equal shares
-        input_split_sizes: rows that go to each rank; None or empty: equal shares
+        output_split_sizes: rows (not elements) that come from each rank; None or empty: equal shares
+        input_split_sizes: rows (not elements) that go to each rank; None or empty: equal shares
         group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
         async_op: True: return at once; read no result and change no input before the handle's ``wait()``
 
@@ -127,7 +128,7 @@ def all_to_all_v_c(
     Args:
         output: written: the rows that come to this rank
         input: the rows that this rank sends
-        send_count_matrix: n * n numbers of rows, the sender's row by row
+        send_count_matrix: n * n numbers of rows (not elements), the sender's row by row
         group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
         async_op: True: return at once; read no result and change no input before the handle's ``wait()``
 
@@ -167,8 +168,10 @@ def _cut_by_matrix(
     for argument, tensor, counts in (("input", input, sent), ("output", output, received)):
         rows = row_count(tensor)
         if min(counts) < 0 or sum(counts) != rows:
+            hint = in_rows(counts, row) if sum(counts) == rows * row else ""
             raise ValueError(
                 f"For all_to_all_v_c, this rank's counts must add up to the {rows} rows of '{argument}', got {counts}"
+                + hint
             )
     return [n * row for n in received], [n * row for n in sent]
 
