@@ -68,7 +68,7 @@ def make(document: dict[str, Any]) -> str:
     parts += [f"<h2>{escape(title)}</h2>{_table(rows)}" for title, rows in tables.items()]
     legend = (
         "Each cell: median in µs, and as a multiple of the limit; least and 95th percentile under the pointer. Blue: "
-        "unisono is ahead of everybody here by more than the noise. Red: faster than unisono on heap tensors by more "
+        "unisono is ahead of everybody here by more than the noise. Red: faster than unisono on tensors in shared memory by more "
         "than the noise."
     )
     parts.append(
