@@ -23,7 +23,7 @@ REQUIREMENTS := import sys; toml = "tomllib" if sys.version_info >= (3, 11) else
 	print(*p["build-system"]["requires"], "cmake>=3.20", "ninja", sep="\n"); \
 	[print(*p["project"]["optional-dependencies"][extra], sep="\n") for extra in sys.argv[1:]]
 
-.PHONY: arm coverage docs stubs tidy wheel wheel-test injected fuzz help demo test test-slow bench clients conformance mutation faults soak lint format core-test sanitize sanitize-python install clean
+.PHONY: arm coverage docs links stubs tidy wheel wheel-test injected fuzz help demo test test-slow bench clients conformance mutation faults soak lint format core-test sanitize sanitize-python install clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -144,10 +144,11 @@ fuzz: .venv/tools.done  ## a hostile peer's hellos, heap and messages, under the
 	UNISONO_FUZZ_SECONDS=$(FUZZ_SECONDS) $(if $(SEED),UNISONO_FUZZ_SEED=$(SEED)) build/core-address/test_hostile
 	UNISONO_FUZZ_SECONDS=$(FUZZ_SECONDS) $(if $(SEED),UNISONO_FUZZ_SEED=$(SEED)) build/core-address/test_fuzz
 
-docs: .venv/package.done  ## build the documentation into build/docs
-	$(PY) -c '$(REQUIREMENTS)' docs > .venv/docs.txt
-	$(PIP) -q -r .venv/docs.txt
+docs: .venv/docs.done  ## build the documentation into build/docs
 	$(PY) -m sphinx -W --keep-going -q -b html docs build/docs
+
+links: .venv/docs.done  ## ask the web whether the pages' links to it work; needs the network, so CI leaves it out
+	$(PY) -m sphinx -q -b linkcheck docs build/links
 
 # The wheel of Python 3.12 uses the stable ABI and serves all later ones: PYTHON=python3.10, python3.11, python3.12.
 WHEEL_PATH := PATH="$$PWD/build/wheel/env/bin:$$PATH"
@@ -203,4 +204,9 @@ endef
 
 .venv/package.done: .venv/tools.done $(SOURCES)
 	$(PIP) --no-build-isolation --no-deps .
+	@touch $@
+
+.venv/docs.done: .venv/package.done pyproject.toml
+	$(PY) -c '$(REQUIREMENTS)' docs > .venv/docs.txt
+	$(PIP) -q -r .venv/docs.txt
 	@touch $@

@@ -1,7 +1,7 @@
 """A transformer block cut over the ranks, and the tokens per second it makes on unisono and on gloo.
 
     torchrun --nproc-per-node=2 examples/tensor_parallel_block.py
-    torchrun --nproc-per-node=2 examples/tensor_parallel_block.py --dtype float32 --batch 32
+    torchrun --nproc-per-node=2 examples/tensor_parallel_block.py --dtype bfloat16 --batch 32
 
 Each rank has some heads of the attention and some hidden units of the feed-forward net. Both end in a product whose
 parts are summed over the ranks: with gloo a product and an all_reduce, with unisono one call that does both.
@@ -66,7 +66,7 @@ def generate(sums, options):
 def main():
     global GLOO
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=100)

@@ -119,7 +119,7 @@ def check_memory() -> Finding:
     """Memory this process may still take, by the machine and by its cgroups."""
     heap = _core.heap_usage()
     available = _core.memory_available()
-    found = f"{_size(available)} free for this process, a heap may grow to {_size(heap['capacity'])}"
+    found = f"{_size(available)} free for this process, its shared memory may grow to {_size(heap['capacity'])}"
     if available < _LITTLE_MEMORY:
         return Finding("memory", "warn", found, "raise the memory limit of the container or the cgroup")
     return Finding("memory", "ok", found)

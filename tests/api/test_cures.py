@@ -34,6 +34,34 @@ def test_rows_given_for_elements():
     run_ranks(2, rows_for_elements)
 
 
+WHOLE, PART = torch.zeros(5, 4), torch.zeros(2, 4)
+IN_ROWS = [
+    lambda g: unisono.comm_func.reduce_scatter_tensor_uneven(WHOLE, [8, 12], group=g),
+    lambda g: unisono.comm_func.all_gather_into_tensor_uneven(PART if g.rank == 0 else WHOLE[:3], [8, 12], g),
+    lambda g: unisono.comm_func.all_to_all_single_with_output_shape([5, 4], WHOLE, [8, 12], [2, 3], g),
+    lambda g: unisono.comm_func.all_to_all_v_c(WHOLE, WHOLE, [8, 12, 8, 12], g),
+    lambda g: unisono.matmul_reduce_scatter(WHOLE, torch.zeros(4, 4), g, split_sizes=[8, 12]),
+    lambda g: unisono.all_gather_matmul(PART if g.rank == 0 else WHOLE[:3], torch.zeros(4, 4), g, split_sizes=[8, 12]),
+]
+
+
+def elements_for_rows(group):
+    for i, call in enumerate(IN_ROWS):
+        with pytest.raises(ValueError if i else RuntimeError) as caught:
+            call(group)
+        assert "splits are rows, not elements: for rows of 4 pass [2, 3]" in str(caught.value), (i, caught.value)
+    with pytest.raises(ValueError, match="one number of elements per rank"):
+        group.all_gather(WHOLE, PART, [8, 8, 4])
+    with pytest.raises(ValueError, match="must be elements, 0 or more for each rank: got -8"):
+        group.all_gather(WHOLE, PART, (28, -8))
+    with pytest.raises(ValueError, match=r"for rows of 4 pass \[8, 12\]"):
+        group.all_gather(WHOLE, PART, (2, 3))
+
+
+def test_elements_given_for_rows():
+    run_ranks(2, elements_for_rows)
+
+
 CASES = [
     (lambda x, w, g: unisono.matmul_all_reduce(x, [w], g), TypeError, r"pass weight\[0\] itself"),
     (lambda x, w, g: unisono.matmul_all_reduce(x, [w, w], g), TypeError, "the grouped form of this function"),

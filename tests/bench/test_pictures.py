@@ -92,7 +92,7 @@ def test_panels():
     found = panels.panels_of(document())
     assert [panel.title for panel in found] == ["all_reduce, 2 ranks", "all_gather, 2 ranks, split 1:3"]
     labels = [line.label for line in found[0].lines]
-    assert labels == ["limit (least memory traffic)", "unisono, heap tensors", "unisono, dist, heap", "gloo"]
+    assert labels == ["limit (least memory traffic)", "unisono, in shared memory", "unisono, dist, heap", "gloo"]
     by_ranks = panels.panels_of(document((1, 2, 4), memory=True))
     assert [line.label for line in by_ranks[0].lines] == ["8 B", "4 KiB", "1 MiB", "64 MiB"]
     assert [point[0] for point in by_ranks[0].lines[0].points] == [1, 2, 4]

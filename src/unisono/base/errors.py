@@ -96,8 +96,8 @@ _RULES: dict[str, str] = {
     ),
     "shape": "{argument} must be a shape of at most 64 sizes, got {got!r}",
     "counts_sequence": "{argument} must be a sequence of whole numbers, got {got!r}",
-    "counts_length": "{argument} must have one number per rank: expected {expected}, got {got}",
-    "counts_negative": "{argument} must not be negative, got {got} for rank {index}",
+    "counts_length": "{argument} must have one number of elements per rank: expected {expected}, got {got}",
+    "counts_negative": "{argument} must be elements, 0 or more for each rank: got {got} for rank {index}",
     "counts_sum": "{argument} must add up to the {expected} elements of '{other}', got {got!r}",
     "dtype_of": "{argument} must have the dtype of '{other}', {expected}, got {got}",
     "size_of": "{argument} must have as many elements as '{other}': expected {expected}, got {got}",
@@ -170,7 +170,7 @@ def make_argument_error(
 
 def _in_elements(elements: int, counts: Any) -> str:
     """What to pass instead of rows per rank, if that is what the counts look like."""
-    rows = sum(counts) if isinstance(counts, list) else 0
+    rows = sum(counts) if isinstance(counts, (list, tuple)) else 0
     if rows <= 0 or elements % rows:
         return ""
     row = elements // rows

@@ -68,8 +68,8 @@ def make(document: dict[str, Any]) -> str:
     parts += [f"<h2>{escape(title)}</h2>{_table(rows)}" for title, rows in tables.items()]
     legend = (
         "Each cell: median in µs, and as a multiple of the limit; least and 95th percentile under the pointer. Blue: "
-        "unisono is ahead of everybody here by more than the noise. Red: faster than unisono on heap tensors by more "
-        "than the noise."
+        "unisono is ahead of everybody here by more than the noise. Red: faster than unisono on tensors in "
+        "shared memory by more than the noise."
     )
     parts.append(
         f"<h2>How to read this</h2><p>{legend}</p><pre>{escape(_plain(NOTE.splitlines()))}</pre></body></html>"

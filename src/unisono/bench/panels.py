@@ -24,7 +24,7 @@ COLOURS = {
     "oneccl": "#009e73",
 }
 LABELS = {
-    "heap": "unisono, heap tensors",
+    "heap": "unisono, in shared memory",
     "ordinary": "unisono, ordinary tensors",
     "fused": "unisono, fused",
     "on_gloo": "unisono's calls on gloo",

@@ -11,7 +11,7 @@ from .. import _core
 from ..group.names import GroupLike
 from ..transport.find import checks_itself
 from ..transport.protocol import Transport
-from .splits import SplitsLike, Words, as_list, cut_if_unequal, is_number, splits_of
+from .splits import SplitsLike, Words, as_list, cut_if_unequal, in_rows, is_number, splits_of
 from .tensors import check_apart, check_memory, expected_got, overlap, row_count, shape_of
 
 Counts = Sequence[int]
@@ -137,7 +137,8 @@ def _counts_of_rows(rank: int, size: int, output: Tensor, input: Tensor, matrix:
     for name, tensor, counts in (("input", input, sent), ("output", output, received)):
         rows = row_count(tensor.shape)
         if min(counts) < 0 or sum(counts) != rows:
+            hint = in_rows(counts, row) if sum(counts) == rows * row else ""
             raise ValueError(
-                f"For all_to_all_v_c, this rank's counts must add up to the {rows} rows of '{name}', got {counts}"
+                f"For all_to_all_v_c, this rank's counts must add up to the {rows} rows of '{name}', got {counts}{hint}"
             )
     return [n * row for n in received], [n * row for n in sent]

@@ -129,12 +129,17 @@ def check(splits: Sequence[int], rows: int, size: int, words: Words = TORCH, row
         raise words.kind(f"{words.length}\n{expected_got(f'{size} splits', len(splits))}")
     if sum(splits) != rows:
         got = f"{list(splits)}, which add up to {sum(splits)}"
-        hint = ""
-        if row and sum(splits) == rows * row and not any(n % row for n in splits):
-            hint = f"\n  splits are rows, not elements: for rows of {row} pass {[n // row for n in splits]}"
+        hint = in_rows(splits, row) if sum(splits) == rows * row else ""
         raise words.kind(f"{words.total}\n{expected_got(f'splits that add up to {rows}', got)}{hint}")
     if min(splits) < 0:
         raise ValueError(f"{words.negative}\n{expected_got('0 or more rows each', list(splits))}")
+
+
+def in_rows(splits: Sequence[int], row: int) -> str:
+    """What to pass instead of elements per rank; empty if splits cannot be elements of rows of that many."""
+    if row < 2 or any(n % row for n in splits):
+        return ""
+    return f"\n  splits are rows, not elements: for rows of {row} pass {[n // row for n in splits]}"
 
 
 def cut(splits: SplitsLike, rows: int, row: int, size: int, words: Words = TORCH) -> tuple[int, ...]:
@@ -199,12 +204,15 @@ def uneven_rows(splits: SplitsLike, tensor: Tensor, rank: int, size: int, gather
     shape = tensor.shape
     rows = row_count(shape)
     total = rows if not gathers else -1 if splits else rows * size
-    counts = cut(splits, total, 1 if len(shape) <= 1 else shape[1:].numel(), size)
+    row = 1 if len(shape) <= 1 else shape[1:].numel()
+    counts = cut(splits, total, row, size)
     if total < 0:
         total = sum(splits)
     mine = splits[rank] if splits else total // size
     if gathers and mine != rows:
+        hint = in_rows(splits, row) if mine == rows * row else ""
         raise ValueError(
-            f"'tensor' must have as many rows as this rank's split\n  expected {mine} rows on rank {rank}, got {rows}"
+            f"'tensor' must have as many rows as this rank's split\n"
+            f"  expected {mine} rows on rank {rank}, got {rows}{hint}"
         )
     return total if gathers else mine, counts

@@ -76,7 +76,7 @@ def all_gather_into_tensor_uneven(
 
     Args:
         tensor: this rank's rows
-        output_split_sizes: rows of each rank; None or empty: all have as many as this one
+        output_split_sizes: rows (not elements) of each rank; None or empty: all have as many as this one
         group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
         async_op: True: return at once; read no result and change no input before the handle's ``wait()``
 
@@ -130,7 +130,7 @@ def reduce_scatter_tensor_uneven(
 
     Args:
         tensor: this rank's part, for all rows
-        input_split_sizes: rows of each rank's share; None or empty: equal shares
+        input_split_sizes: rows (not elements) of each rank's share; None or empty: equal shares
         op: sum, prod, min, max or avg, or a torch ReduceOp
         group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
         async_op: True: return at once; read no result and change no input before the handle's ``wait()``

@@ -67,8 +67,8 @@ def all_to_all_single_with_output_shape(
     Args:
         output_shape: the shape of the result, or a tensor of that shape
         tensor: the rows to send
-        output_split_sizes: rows that come from each rank; None or empty: equal shares
-        input_split_sizes: rows that go to each rank; None or empty: equal shares
+        output_split_sizes: rows (not elements) that come from each rank; None or empty: equal shares
+        input_split_sizes: rows (not elements) that go to each rank; None or empty: equal shares
         group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
         async_op: True: return at once; read no result and change no input before the handle's ``wait()``
 
@@ -106,7 +106,7 @@ def all_to_all_v_c(
     Args:
         output: written: the rows that come to this rank
         input: the rows that this rank sends
-        send_count_matrix: n * n numbers of rows, the sender's row by row
+        send_count_matrix: n * n numbers of rows (not elements), the sender's row by row
         group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
         async_op: True: return at once; read no result and change no input before the handle's ``wait()``
 

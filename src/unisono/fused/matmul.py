@@ -187,7 +187,7 @@ def matmul_reduce_scatter(
         x: this rank's columns
         weight: this rank's rows; a tensor or a PreparedWeight
         group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
-        split_sizes: rows of dimension 0 of each rank; None: all the same
+        split_sizes: rows (not elements) of dimension 0 of each rank; None: all the same
         bias: ``[N]``, or None
         reduce_op: sum, avg, max or min
         comm_turn: pieces that are computed and reduced one after the other; 0: chosen
@@ -229,7 +229,7 @@ def grouped_matmul_reduce_scatter(
         weight: the same
         bias: the same
         group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
-        split_sizes: rows of dimension 0 of each rank: a list for every output, or one for the one output
+        split_sizes: rows (not elements) of dimension 0 of each rank: a list for every output, or one for the one output
         group_list: rows of each group, or their running totals; for split_item 1 and 3
         split_item: 0 to 3, see the table of :func:`grouped_matmul_all_reduce`
         reduce_op: sum, avg, max or min
@@ -270,7 +270,7 @@ def all_gather_matmul(
         x: this rank's rows
         weight: this rank's columns; a tensor or a PreparedWeight
         group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
-        split_sizes: rows of dimension 0 of each rank; None: all the same
+        split_sizes: rows (not elements) of dimension 0 of each rank; None: all the same
         bias: ``[N]``, added in full
         residual: shaped like the result; added at the end
         scale: multiplies the reduced product
@@ -306,7 +306,7 @@ def all_gather_grouped_matmul(
         weight: as of :func:`grouped_matmul_all_reduce`
         bias: the same
         group: None for the default group, a name, a torch ProcessGroup of any backend, or a unisono.Group
-        split_sizes: rows of dimension 0 of each rank: a list for every x, or one for the one x
+        split_sizes: rows (not elements) of dimension 0 of each rank: a list for every x, or one for the one x
         group_list: rows of each group, or their running totals; for split_item 1 and 3
         split_item: 0 to 3, see the table of :func:`grouped_matmul_all_reduce`
         residual: shaped like the results; added at the end

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..base.counter import number_of
-from ..calls.splits import Words, check
+from ..calls.splits import Words, check, in_rows
 
 Shape = tuple[int, ...]
 Splits = tuple[Shape, ...] | None  # rows per rank for every tensor, None for equal ones
@@ -260,10 +260,11 @@ def _split(of: str, shapes: tuple[Shape, ...], splits: Splits, rank: int, size: 
         split = () if splits is None else splits[i]
         if splits is not None and not split:
             raise ValueError(f"{words.length}\n  expected {size} splits, got none")
-        check(split, rows, size, words)
+        check(split, rows, size, words, prod(row))
         split = split or (rows // size,) * size
         if of == "x" and split[rank] != here:
-            raise ValueError(f"argument 'x[{i}]' must have the {split[rank]} rows of rank {rank}, got {here}")
+            hint = in_rows(split, prod(row)) if split[rank] == here * prod(row) else ""
+            raise ValueError(f"argument 'x[{i}]' must have the {split[rank]} rows of rank {rank}, got {here}{hint}")
         checked.append(split)
         counts += [n * prod(row) for n in split]
     return tuple(checked), tuple(counts)

@@ -117,7 +117,7 @@ class Verbs:
         Args:
             output: one tensor for everything, or a list of one tensor per rank
             input: what this rank gives; may be its own part of the output
-            counts: elements (not rows) of each rank; None: all the same
+            counts: elements (not rows) of each rank, for rows of 4 ``[8, 12]``; None: all the same
             async_op: True: return a Handle at once; read no result and change no input before its ``wait()``
             timeout_s: seconds until CollectiveTimeoutError; None: the group's limit
 
@@ -172,7 +172,7 @@ class Verbs:
             output: on the root one tensor, or a list of one per rank; None elsewhere
             input: what this rank gives
             root: the group rank of the root
-            counts: on the root, elements of each rank; None: all the same
+            counts: on the root, elements (not rows) of each rank; None: all the same
             async_op: True: return a Handle at once; read no result and change no input before its ``wait()``
             timeout_s: seconds until CollectiveTimeoutError; None: the group's limit
 
@@ -197,7 +197,7 @@ class Verbs:
             output: what this rank gets
             input: on the root one tensor, or a list of one per rank; None elsewhere
             root: the group rank of the root
-            counts: on the root, elements of each rank; None: all the same
+            counts: on the root, elements (not rows) of each rank; None: all the same
             async_op: True: return a Handle at once; read no result and change no input before its ``wait()``
             timeout_s: seconds until CollectiveTimeoutError; None: the group's limit
 
@@ -224,8 +224,8 @@ class Verbs:
         Args:
             output: one tensor, or a list of one per rank
             input: one tensor, or a list of one per rank
-            output_counts: elements that come from each rank; None: all the same
-            input_counts: elements that go to each rank; None: all the same
+            output_counts: elements (not rows) that come from each rank; None: all the same
+            input_counts: elements (not rows) that go to each rank; None: all the same
             async_op: True: return a Handle at once; read no result and change no input before its ``wait()``
             timeout_s: seconds until CollectiveTimeoutError; None: the group's limit
 
