@@ -134,13 +134,22 @@ def kill_in_the_handshake(c: Cell) -> Told:
     store = FileStore(str(c.folder / "store"), c.size)
     if c.inject and c.rank == c.last:
         listener = unisono._core.Listener()
-        plan = rendezvous.Plan(rendezvous.VERSION, c.size, list(range(c.size)), c.rank, listener.name, "00" * 16)
+        plan = rendezvous.Plan(
+            rendezvous.VERSION,
+            c.size,
+            list(range(c.size)),
+            c.rank,
+            listener.name,
+            "00" * 16,
+            rendezvous.place_of(c.rank),
+        )
         use = store.add(f"unisono/second/uses/{c.rank}", 1)
         store.set(f"unisono/second/{use}/at/{c.rank}", plan.written())
-        time.sleep(0.05)
         c.die()
+    while c.inject and not (c.folder / "fault").exists():  # who is connected already hears of it at once
+        time.sleep(0.001)
     return c.told(
-        lambda: unisono.Group.from_store(store, c.rank, c.size, name="second", timeout_s=1.5 if c.inject else 30.0)
+        lambda: unisono.Group.from_store(store, c.rank, c.size, name="second", timeout_s=1.3 if c.inject else 30.0)
     )
 
 
