@@ -68,7 +68,7 @@ def test_a_run(tmp_path):
     assert "2 hosts x 2 ranks, contiguous, no limit" in text
     for row in json.loads(path.read_text())["rows"]:
         sent, must = row["results"]["ordinary"]["sent"], row["hosts"]["must_leave"]
-        assert sent == pytest.approx(must, rel=0.05)
+        assert sent == pytest.approx(must, rel=0.05, abs=60_000)
         # gloo's ring sends more in an all_reduce; in an all-gather each rank gets its own copy.
         assert all(s > 1.4 * m for s, m in zip(row["results"]["gloo"]["sent"], must, strict=True))
         assert set(row["results"]) >= {"ordinary", "gloo"}
