@@ -341,7 +341,7 @@ def _count_sent() -> int:
 def _count_twice() -> int:
     """Segments that came to their receiver twice, as it told us: on a busy machine that may be a tenth of all.
 
-    What was sent again because the first was lost is not among them: a queue that is full loses it before it is counted.
+    What was sent again because the first was lost is not among them: a full queue loses it before it is counted.
     """
     with open("/proc/thread-self/net/netstat", encoding="ascii") as file:
         names, values = (line.split() for line in file if line.startswith("TcpExt:"))
