@@ -24,7 +24,6 @@ constexpr int kFirstLooks = 100;  // a few microseconds: the usual answer of a r
 constexpr int64_t kMoveEvery = 2'000'000;
 constexpr int64_t kLookEvery = 1'000'000;
 constexpr int64_t kYieldFor = 3'000'000;           // then sleep: a wake-up costs 50 to 100 us, a busy core costs more
-constexpr int64_t kYieldBriefly = 20'000;          // the same beside busy neighbours
 constexpr int64_t kLongYield = 400'000;            // ranks that wait for each other give way much sooner
 constexpr int64_t kRememberFor = 2'000'000'000;    // to find out again costs a neighbour's turn
 constexpr int64_t kRememberBriefly = 100'000'000;  // where there is nothing to sleep on, and a nap costs more
@@ -161,7 +160,7 @@ bool Waiter::rest(Call& call, Patience& patience, const Flag* flag, uint64_t see
   const int64_t now = now_ns(), waited = now - patience.begin_ns;
   if ((!crowded && waited < spin_ns) || !is_up(Defence::rest)) {
     for (int i = 0; i < 8; i++) pause_cpu();
-  } else if (waited < (was_busy_within(flag ? kRememberFor : kRememberBriefly) ? kYieldBriefly : kYieldFor)) {
+  } else if (waited < kYieldFor && !was_busy_within(flag ? kRememberFor : kRememberBriefly)) {
     give_way();
   } else if (flag) {
     sleep(call, patience, *flag, seen, now);

@@ -2,8 +2,9 @@
 //
 // Steps: spin while an answer is likely within microseconds; then give the processor away with sched_yield; then
 // sleep on the flag with a futex, a few milliseconds at most. Yielding is quick between ranks that wait for each other,
-// but to somebody who computes (a data loader, another job) it gives a whole time slice, whereas a sleeper that is
-// woken comes before him. So a yield that took long is remembered, and for a while waits go to sleep almost at once.
+// but to somebody who computes (a data loader, another job) it gives a whole time slice, or several: Linux 6.18 takes
+// what is left of the own slice away besides. A sleeper that is woken comes before him. So a yield that took long is
+// remembered, and for a while there are none: waits go to sleep at once.
 // Between rests, about every millisecond, look at the group's health (health.cc).
 // Ranks that wait for each other on one processor while another idles are as slow as the scheduler's clock, and the
 // scheduler may leave them there for long. So a waiting rank says where it runs, and of two in one place one moves.
