@@ -67,6 +67,7 @@ Code Engine::run(Call& call, const std::shared_ptr<Message>& message) {
   call.seq = group_->seq();
   messages_->add(message);
   if (messages_->backlog()) start_progress();
+  const Driver drives(*this);
   return messages_->wait(message, call);
 }
 
@@ -127,6 +128,7 @@ void Engine::submit(const std::shared_ptr<Ticket>& ticket) {
   }
   if (ticket->message && ticket->message->done.load(std::memory_order_acquire)) return end_messages();
   work_.notify_one();
+  group_->wake_own_listeners();
 }
 
 // Of a ticket that nobody else knows. Takes no lock: in a forked child a thread that is not there may hold it.
@@ -209,6 +211,9 @@ bool Engine::wait(Ticket& ticket, int64_t timeout_ns, bool may_interrupt, bool& 
   if (refuse_forked(ticket)) return true;
   WaitLine line(group_->heap().recorder());
   DeadlockFinder finder(*group_);
+  MessageSleep until_moved(waiter_);
+  std::optional<Driver> drives;
+  if (ticket.message) drives.emplace(*this);
   while (!ticket.done.load(std::memory_order_acquire)) {
     const int64_t now = now_ns();
     if (ticket.message) {
@@ -240,9 +245,13 @@ bool Engine::wait(Ticket& ticket, int64_t timeout_ns, bool may_interrupt, bool& 
     const bool blocks = timeout_ns == 0 && may_interrupt;
     tell_waiting(line, ticket, now, blocks);
     if (blocks && ticket.message && now - begin > kDeadlockAfter) find_deadlock(line, finder, ticket, now);
+    constexpr int64_t longest_sleep = 2'000'000;
+    if (ticket.message) {
+      until_moved.sleep(longest_sleep);
+      continue;
+    }
     std::unique_lock lock(queue_mutex_);
-    if (!ticket.done.load(std::memory_order_acquire))
-      changed_.wait_for(lock, std::chrono::microseconds(ticket.message ? 100 : 2000));
+    if (!ticket.done.load(std::memory_order_acquire)) changed_.wait_for(lock, std::chrono::nanoseconds(longest_sleep));
   }
   return true;
 }

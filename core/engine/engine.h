@@ -12,6 +12,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <optional>
 #include <thread>
 
 #include "group/deadlock.h"
@@ -109,6 +110,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // The length of queue_. Stored with release under the mutex, loaded with acquire without it: whoever finds 0 sees the
   // results of all calls that stood in the queue.
   std::atomic<size_t> queued_{0};
+  // Says that this thread, which waits for a message, moves all of them on.
+  class Driver {
+   public:
+    explicit Driver(Engine& engine) : count_(engine.drivers_) { count_.fetch_add(1, std::memory_order_relaxed); }
+    ~Driver() { count_.fetch_sub(1, std::memory_order_relaxed); }
+    Driver(const Driver&) = delete;
+    Driver& operator=(const Driver&) = delete;
+
+   private:
+    std::atomic<int>& count_;
+  };
+  std::atomic<int> drivers_{0};  // relaxed: a hint for the progress thread
   // The length of in_flight_, read without the mutex; relaxed, since it only says whether there was progress.
   std::atomic<size_t> in_flight_count_{0};
   std::vector<std::thread> threads_;

@@ -89,6 +89,7 @@ bool Engine::has_spare_threads() {
 
 void Engine::announce(Ticket& ticket) {
   changed_.notify_all();
+  if (ticket.message) group_->wake_own_listeners();
   auto callback = std::move(ticket.on_done);
   if (!callback) return;
   if (closing == this && is_up(Defence::callbacks)) {
@@ -221,14 +222,21 @@ void Engine::progress_messages() {
   };
   auto is_done = [](const auto& t) { return t->message->done.load(std::memory_order_acquire); };
   const int64_t until = now_ns() + 10'000'000;
-  auto ready = [&] {
-    // Whoever waits for a message moves it; this thread is for those nobody waits for, and keeps out of the way.
-    nap();
+  auto is_over = [&] {
     messages_->advance();
     return now_ns() > until || queued_.load(std::memory_order_acquire) ||
            (pending.empty() && messages_->backlog() == 0) || std::any_of(pending.begin(), pending.end(), is_done);
   };
-  Code code = waiter_.await_until(watcher, ready, owes);
+  auto ready = [&] {
+    // Whoever waits for a message moves it. This thread is for those nobody waits for, and keeps out of the way: as
+    // long as it listens, too, each message would cost a wake-up.
+    while (drivers_.load(std::memory_order_relaxed)) {
+      if (is_over()) return true;
+      nap();
+    }
+    return is_over();
+  };
+  Code code = waiter_.await_until(watcher, ready, owes, true);
   if (code == Code::ok && now_ns() > until) code = waiter_.health(watcher, owes);
   if (first) first->call.warn_ns = watcher.warn_ns;
   if (code != Code::ok) messages_->fail_all(watcher.failure);

@@ -237,6 +237,11 @@ class Block {
   // 1: its rank can read all others' own memory. Stored when its group is made, loaded by ranks that send to it, both
   // relaxed: whoever does not see it yet sends in another way.
   std::atomic<uint32_t>& reads_all() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[8]; }
+  // 1 while a thread of its rank sleeps until a message moves, as `asleep` is for the flags of a call.
+  std::atomic<uint32_t>& listening() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[9]; }
+  // How often its rank has told listening ones, itself among them, that a message has moved (Group::wake_listeners). They sleep
+  // on it; it publishes nothing, so relaxed.
+  Flag& rings() const { return at<Flag>(4 * kLineBytes)[5]; }
   Flag& flag(Phase phase) const {  // all but descriptor
     return at<FlagLine>(5 * kLineBytes)[static_cast<size_t>(phase)].value;
   }
@@ -272,6 +277,6 @@ class Block {
   int size_ = 0;
 };
 // Builds that disagree about what lies where must refuse each other: with new sizes comes a new version.
-static_assert(kLayoutVersion == 5 && Block::bytes(2) == 679'936 && Block::bytes(64) == 811'008);
+static_assert(kLayoutVersion == 6 && Block::bytes(2) == 679'936 && Block::bytes(64) == 811'008);
 
 }  // namespace unisono

@@ -107,6 +107,11 @@ void Group::wake(const Flag& flag) const {
     if (p.block.base() != mine_.base() && p.block.asleep().load(std::memory_order_relaxed)) return wake_all_on(flag);
 }
 
+void Group::wake_listeners() const {
+  mine_.rings().fetch_add(1, std::memory_order_relaxed);  // by any thread of this process
+  wake_all_on(mine_.rings());
+}
+
 bool Group::usable(Failure& failure) {
   if (is_of_parent()) {
     fail(failure, Code::forked, "the group belongs to the parent of this process; make a new one after fork");

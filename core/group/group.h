@@ -115,6 +115,17 @@ class Group {
     flag.store(value, std::memory_order_release);
     wake(flag);
   }
+  // The same for a flag that only the messages with rank r look at.
+  void publish_to(int r, Flag& flag, uint64_t value) {
+    reach_phase(flag);
+    flag.store(value, std::memory_order_release);
+    if (peer(r).block.listening().load(std::memory_order_relaxed)) wake_listeners();
+  }
+  // Wakes whoever listens to this rank (wait.h): peers, or other threads of this process.
+  void wake_listeners() const;
+  void wake_own_listeners() const {
+    if (mine_.listening().load(std::memory_order_relaxed)) wake_listeners();
+  }
   Flag& flag_of(int r, Phase phase, uint64_t target) const {
     const Block& block = peers_[static_cast<size_t>(r)].block;
     return phase == Phase::descriptor ? block.descriptor(target).seq : block.flag(phase);

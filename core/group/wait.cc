@@ -26,7 +26,6 @@ constexpr int64_t kLookEvery = 1'000'000;
 constexpr int64_t kYieldFor = 3'000'000;           // then sleep: a wake-up costs 50 to 100 us, a busy core costs more
 constexpr int64_t kLongYield = 400'000;            // ranks that wait for each other give way much sooner
 constexpr int64_t kRememberFor = 2'000'000'000;    // to find out again costs a neighbour's turn
-constexpr int64_t kRememberBriefly = 100'000'000;  // where there is nothing to sleep on, and a nap costs more
 constexpr int64_t kLongestSleep = 8'000'000;       // bounds a missed wake-up and the detection of a death
 constexpr int64_t kTellEvery = 20'000'000;         // whether the same ranks are waited for as before
 constexpr int64_t kCountAfter = 100'000'000, kCountEvery = 50'000'000;
@@ -34,9 +33,13 @@ constexpr int64_t kCountAfter = 100'000'000, kCountEvery = 50'000'000;
 // Written by give_way and read by has_busy_neighbours in any thread of this process, relaxed: a hint on its own.
 std::atomic<int64_t> seen_busy{0};
 
-bool was_busy_within(int64_t ns) {
-  const int64_t seen = seen_busy.load(std::memory_order_relaxed);
-  return seen && now_ns() < seen + ns;
+thread_local bool has_short_turns = false;
+
+// For good: a thread that calls again soon is woken sooner then, and waits less for its next turn when it has lost one.
+void keep_short_turns() {
+  if (has_short_turns) return;
+  has_short_turns = true;
+  ShortTurns().keep();
 }
 
 }  // namespace
@@ -49,19 +52,56 @@ void give_way() {
 }
 
 bool has_busy_neighbours() {
-  return was_busy_within(kRememberFor);
+  const int64_t seen = seen_busy.load(std::memory_order_relaxed);
+  return seen && now_ns() < seen + kRememberFor;
+}
+
+bool MessageSleep::sleep(int64_t most_ns) {
+  Group& g = waiter_.g_;
+  if (!listens_) {
+    listens_ = true;
+    std::lock_guard lock(waiter_.listeners_mutex_);
+    waiter_.listeners_++;
+    g.mine().listening().store(1, std::memory_order_relaxed);
+    look();
+    fence(std::memory_order_seq_cst);  // whoever does not see it yet has moved what the caller will find
+    return false;
+  }
+  keep_short_turns();
+  if (g.peers().size() > kMostWatched || !sleep_on_any(rings_.data(), rings_.size(), now_ns() + most_ns)) {
+    const timespec nap{0, std::min<int64_t>(most_ns, 200'000)};
+    nanosleep(&nap, nullptr);
+  }
+  look();
+  return true;
+}
+
+void MessageSleep::look() {
+  rings_.clear();
+  for (const Peer& p : waiter_.g_.peers())
+    rings_.emplace_back(p.block.rings(), p.block.rings().load(std::memory_order_relaxed));
+  fence(std::memory_order_seq_cst);  // what the caller looks at from now on is no older
+}
+
+MessageSleep::~MessageSleep() {
+  if (!listens_) return;
+  std::lock_guard lock(waiter_.listeners_mutex_);
+  if (--waiter_.listeners_ == 0) waiter_.g_.mine().listening().store(0, std::memory_order_relaxed);
 }
 
 struct Waiter::Patience {
-  Patience(Group& g, WaitFor what, Owes owes) : what(what), owes(owes), line(g.heap().recorder()), finder(g) {}
+  Patience(Waiter& waiter, WaitFor what, Owes owes)
+      : what(what), owes(owes), line(waiter.g_.heap().recorder()), finder(waiter.g_), until_moved(waiter) {}
   WaitFor what;
   Owes owes;
   WaitLine line;
   DeadlockFinder finder;
+  MessageSleep until_moved;
   int64_t begin_ns = 0;
   int64_t last_look_ns = 0;
   int64_t sleep_ns = 1'000'000;
   int turns = 0;
+  bool at_ease = false;
 };
 
 uint32_t Waiter::note_processor() {
@@ -140,13 +180,20 @@ Waiting Waiter::words_of(const Call& call, WaitFor what, int64_t since_ns, Owes 
   return words;
 }
 
-void Waiter::sleep(const Call& call, Patience& patience, const Flag& flag, uint64_t seen, int64_t now) {
-  const ShortTurns turns;
-  g_.mine().asleep().store(1, std::memory_order_relaxed);
-  sleep_on(flag, seen, std::clamp<int64_t>(call.deadline_ns - now, 0, patience.sleep_ns));
-  g_.mine().asleep().store(0, std::memory_order_relaxed);
+// False: before it sleeps, the caller must look once more.
+bool Waiter::sleep(const Call& call, Patience& patience, const Flag* flag, uint64_t seen, int64_t now) {
+  const auto most_ns = std::clamp<int64_t>(call.deadline_ns - now, 0, patience.sleep_ns);
+  if (flag) {
+    keep_short_turns();
+    g_.mine().asleep().store(1, std::memory_order_relaxed);
+    sleep_on(*flag, seen, most_ns);
+    g_.mine().asleep().store(0, std::memory_order_relaxed);
+  } else if (!patience.until_moved.sleep(most_ns)) {
+    return false;
+  }
   patience.sleep_ns = std::min(patience.sleep_ns * 2, kLongestSleep);
   patience.last_look_ns = now_ns();
+  return true;
 }
 
 bool Waiter::rest(Call& call, Patience& patience, const Flag* flag, uint64_t seen) {
@@ -158,16 +205,12 @@ bool Waiter::rest(Call& call, Patience& patience, const Flag* flag, uint64_t see
   if (!crowded && patience.turns++ == 0) part_ways();
   if (meanwhile) meanwhile();
   const int64_t now = now_ns(), waited = now - patience.begin_ns;
-  if ((!crowded && waited < spin_ns) || !is_up(Defence::rest)) {
+  if ((!crowded && waited < spin_ns && !patience.at_ease) || !is_up(Defence::rest)) {
     for (int i = 0; i < 8; i++) pause_cpu();
-  } else if (waited < kYieldFor && !was_busy_within(flag ? kRememberFor : kRememberBriefly)) {
+  } else if (waited < kYieldFor && !patience.at_ease && !has_busy_neighbours()) {
     give_way();
-  } else if (flag) {
-    sleep(call, patience, *flag, seen, now);
+  } else if (sleep(call, patience, flag, seen, now)) {
     return true;
-  } else {  // nothing to sleep on: a message may come from anyone
-    timespec nap{0, 200'000};
-    nanosleep(&nap, nullptr);
   }
   if (now - patience.last_look_ns < kLookEvery) return false;
   patience.last_look_ns = now;
@@ -194,7 +237,7 @@ Code Waiter::await_slow(Call& call, Phase phase, uint64_t target, int r, const u
       if (flag.load(std::memory_order_acquire) >= target) return Code::ok;
       pause_cpu();
     }
-  Patience patience(g_, phase == Phase::descriptor ? WaitFor::callers : WaitFor::data, owes);
+  Patience patience(*this, phase == Phase::descriptor ? WaitFor::callers : WaitFor::data, owes);
   for (;;) {
     uint64_t seen = flag.load(std::memory_order_acquire);
     if (seen >= target) return Code::ok;
@@ -205,8 +248,9 @@ Code Waiter::await_slow(Call& call, Phase phase, uint64_t target, int r, const u
   }
 }
 
-Code Waiter::await_until(Call& call, FunctionRef<bool()> ready, Owes owes) {
-  Patience patience(g_, WaitFor::message, owes);
+Code Waiter::await_until(Call& call, FunctionRef<bool()> ready, Owes owes, bool at_ease) {
+  Patience patience(*this, WaitFor::message, owes);
+  patience.at_ease = at_ease;
   while (!ready()) {
     if (!rest(call, patience, nullptr, 0)) continue;
     const int64_t now = now_ns();

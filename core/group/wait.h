@@ -11,13 +11,15 @@
 // Invariant: no wait lasts longer than its deadline, or goes on when a rank it needs is gone.
 // Memory order: a flag is loaded with acquire and pairs with Group::publish. A sleeper marks itself in its own `asleep`
 // word; whoever publishes looks there and wakes. That look is not ordered after the publishing store, so a wake-up can
-// be missed: the bounded sleep covers it, and the fast path needs no fence.
+// be missed: the bounded sleep covers it, and the fast path needs no fence. Whoever waits for a message may be waiting
+// for anyone, and for another thread that moves it: he sleeps on the `rings` of all ranks (MessageSleep).
 #pragma once
 
 #include <atomic>
 #include <functional>
 
 #include "base/function_ref.h"
+#include "group/futex.h"
 #include "group/group.h"
 #include "memory/activity.h"
 
@@ -36,6 +38,8 @@ extern int64_t spin_ns;
 // thread may take the interpreter's lock.
 extern int (*program_threads)();
 extern void (*warn)(std::string text, bool now);
+
+class Waiter;
 
 // This thread's line among the activities (memory/activity.h), once its wait has lasted so long that others may want to
 // know of it.
@@ -60,6 +64,24 @@ class WaitLine {
   int64_t counted_ns_ = 0;
 };
 
+// Sleeps until a message has moved, in three steps: say so, look once more, sleep.
+class MessageSleep {
+ public:
+  explicit MessageSleep(Waiter& waiter) : waiter_(waiter) {}
+  ~MessageSleep();
+  MessageSleep(const MessageSleep&) = delete;
+  MessageSleep& operator=(const MessageSleep&) = delete;
+  // False: has only begun to listen. Nobody rings for what came before, so the caller must look once more; then it
+  // sleeps here until somebody rings, `most_ns` at most.
+  bool sleep(int64_t most_ns);
+
+ private:
+  void look();  // at all rings
+  Waiter& waiter_;
+  bool listens_ = false;
+  std::vector<Watched> rings_;
+};
+
 class Waiter {
  public:
   // Whether a peer still has something to do, so that its death matters.
@@ -70,8 +92,8 @@ class Waiter {
   // Wait until the flags of all peers (or those marked in `who`) have reached `target`.
   Code await(Call& call, Phase phase, uint64_t target, const uint8_t* who = nullptr);
   Code await_rank(Call& call, Phase phase, uint64_t target, int r);
-  // Returns ok when `ready()`, else the reason to stop.
-  Code await_until(Call& call, FunctionRef<bool()> ready, Owes owes);
+  // Returns ok when `ready()`, which moves messages, else the reason to stop. `at_ease`: others are to move them first.
+  Code await_until(Call& call, FunctionRef<bool()> ready, Owes owes, bool at_ease = false);
 
   // Has anybody given up, died or left while it owed something; has the deadline passed; did Python get a signal?
   Code health(Call& call, Owes owes);
@@ -92,7 +114,7 @@ class Waiter {
   struct Patience;  // how long the present wait has lasted, and what to do next
   Code await_slow(Call& call, Phase phase, uint64_t target, int r, const uint8_t* who);
   bool rest(Call& call, Patience& patience, const Flag* flag, uint64_t seen);  // true: look at health now
-  void sleep(const Call& call, Patience& patience, const Flag& flag, uint64_t seen, int64_t now);
+  bool sleep(const Call& call, Patience& patience, const Flag* flag, uint64_t seen, int64_t now);
   Code look(Call& call, Patience& patience, int64_t now);
   void part_ways();  // two ranks on one processor while others are idle: one of them moves
   void set_deadline(Call& call, int64_t now) const { call.deadline_ns = now + limit_of(call); }
@@ -109,7 +131,10 @@ class Waiter {
   std::string waits_of(int r) const;
   Code look_for_deadlock(Call& call, Patience& patience, int64_t now);
 
+  friend class MessageSleep;
   Group& g_;
+  std::mutex listeners_mutex_;
+  int listeners_ = 0;
   // When a thread of this group last moved to another processor; relaxed, since it only keeps moves apart.
   std::atomic<int64_t> moved_ns_{0};
 };

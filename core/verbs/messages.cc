@@ -108,6 +108,7 @@ void Messages::complete(Message& m) {
   m.recorded.end(m.failure.code == Code::ok, true);
   m.told = {};
   m.done.store(true, std::memory_order_release);
+  g_.wake_own_listeners();  // another thread may wait for it
 }
 
 void Messages::give_back_buffers() {

@@ -92,7 +92,7 @@ class Messages final : private Scratch::User {
   void step_sends();
   void look_briefly(const Message& m) const;
   static bool is_over(const Message& m);
-  static void complete(Message& m);
+  void complete(Message& m);
   void count();
   void record(Message& m);
   void give_back_buffers();

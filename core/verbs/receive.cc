@@ -226,7 +226,7 @@ bool Messages::read_staged(Message& m) {
     size_t at = m.moved % room, n = std::min({filled - m.moved, room - at, kSendTurn});
     copy_bytes(m.data + m.moved, from + at, n);
     m.moved += n;
-    if (room < m.bytes) g_.publish(reply.drained, m.moved);  // else the sender waits for no room
+    if (room < m.bytes) g_.publish_to(m.source, reply.drained, m.moved);  // else the sender waits for no room
   }
   return m.moved == m.bytes;
 }
@@ -234,7 +234,7 @@ bool Messages::read_staged(Message& m) {
 void Messages::end_receive(Message& m) {
   Reply& reply = own_reply(m.source, m.index);
   reply.drained.store(0, std::memory_order_relaxed);  // released with `done`
-  g_.publish(reply.done, m.index + 1);
+  g_.publish_to(m.source, reply.done, m.index + 1);
   auto& taken = taken_[static_cast<size_t>(m.source)];
   uint64_t& next = next_in_[static_cast<size_t>(m.source)];
   taken[m.index % depth_] = kDone;

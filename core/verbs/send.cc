@@ -49,7 +49,7 @@ bool Messages::post(Message& m) {
   m.index = i;
   holders_[to][i % depth_] = 1;
   next_out_[to]++;
-  g_.publish(entry.posted, i + 1);
+  g_.publish_to(m.peer, entry.posted, i + 1);
   if (m.bytes > sizeof entry.payload) return true;
   end_send(m);
   return false;
@@ -132,7 +132,7 @@ void Messages::fill_buffer(Message& m) {
     if (n == 0) break;
     copy_bytes(m.buffer + at, m.data + m.moved, n);
     m.moved += n;
-    g_.publish(entry.filled, m.moved);
+    g_.publish_to(m.peer, entry.filled, m.moved);
   }
   if (m.moved < m.bytes) return;
   lingering_.push_back({m.peer, m.index, m.buffer});
