@@ -35,6 +35,7 @@ from ..base.errors import (
     with_facts,
 )
 from ..version import __version__
+from .ranks import check_rank, numbers_elsewhere
 
 VERSION = f"{__version__}, memory layout {_core.LAYOUT}"
 
@@ -110,11 +111,8 @@ def meet(
     ``members`` are the numbers the ranks have elsewhere, 0 … size-1 if None; errors call the ranks by them. Joining
     ends at ``deadline_s``, of time.monotonic(); ``timeout_s`` is the limit of later calls.
     """
-    if not 0 <= rank < size:
-        raise ValueError(f"rank must be from 0 to {size - 1}, got {rank}")
-    numbers = list(range(size)) if members is None else [int(r) for r in members]
-    if len(numbers) != size or len(set(numbers)) != size or min(numbers) < 0:
-        raise ValueError(f"argument 'ranks' must be {size} different ranks, got {numbers}")
+    check_rank("rank", rank, size)
+    numbers = list(range(size)) if members is None else numbers_elsewhere("ranks", members, size)
     me = numbers[rank]
     assert join_hosts is not None
     use = store.add(f"unisono/{name}/uses/{me}", 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import cast
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from ..group import names as groups
 from ..group.names import GroupLike
+from ..group.ranks import different_ranks, read_ranks
 from .adapter import ProcessGroupAdapter
 
 
@@ -45,12 +47,9 @@ def split_group(
     parent_group = cast(ProcessGroup, groups.resolve(parent_pg))
     if not split_ranks:
         raise ValueError("split_ranks cannot be None or empty")
-    listed = [rank for ranks in split_ranks for rank in ranks]
-    if len(set(listed)) != len(listed) or not all(0 <= rank < parent.size() for rank in listed):
-        raise ValueError(
-            f"split_ranks must be lists of different ranks from 0 to {parent.size() - 1}, got {list(split_ranks)}"
-        )
-    mine: Sequence[int] = next((sorted(ranks) for ranks in split_ranks if parent.rank() in ranks), [])
+    lists = [read_ranks(f"split_ranks[{i}]", ranks) for i, ranks in enumerate(split_ranks)]
+    different_ranks("split_ranks", chain(*lists), parent.size())
+    mine: Sequence[int] = next((sorted(ranks) for ranks in lists if parent.rank() in ranks), [])
     child: ProcessGroup | None = parent.split_group(mine, timeout=timeout, group_desc=group_desc)
     if child is None:
         return None
