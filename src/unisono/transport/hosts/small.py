@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...base import ops
 from ..agreement import misfits
+from ..spans import Span, joined, spans_of
 from .agreement import DATA_AT, RESULT_AT, SMALL_BYTES, Message, Own, agree, record_room
-from .layout import Span, joined, spans_of
 from .links import Memory
 from .reduction import Reduction
 from .requests import HostsRequest, factor_in, table_in
