@@ -42,8 +42,8 @@ VERSION = f"{__version__}, memory layout {_core.LAYOUT}"
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0005, 0.05
 _MOST_SHOWN = 16  # of a list of ranks
 
-# How ranks join once their plans are known, on one host or over several. A layer above sets it, transport/hosts, since
-# over several hosts a group is made of other transports.
+# How ranks join once their plans are known; transport/hosts/joining.py sets it. A hook and not an import: transports are
+# looked up by group, so they are above, and yet a group over several hosts is made of them.
 join_hosts: Callable[..., Any] | None = None
 
 
