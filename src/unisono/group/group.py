@@ -115,8 +115,7 @@ class Group(Verbs):
         """
         if missing := rendezvous.missing_variables():
             raise ValueError(
-                f"{missing} not set: start the ranks by `torchrun --nproc-per-node=2 script.py`, "
-                "or make the group with Group.from_store; tests and notebooks: unisono.testing.run_ranks"
+                f"{missing}, or make the group with Group.from_store; tests and notebooks: unisono.testing.run_ranks"
             )
         limit = settings.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit

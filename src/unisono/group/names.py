@@ -83,10 +83,7 @@ def default_group() -> ProcessGroup:
         if _was_initialized():
             raise ValueError(f"{lacking}\n  (it was destroyed)")
         if missing := rendezvous.missing_variables():
-            raise ValueError(
-                f"{lacking}\n  ({missing} not set: start the ranks by `torchrun --nproc-per-node=2 script.py`, "
-                "and unisono makes the default group itself)"
-            )
+            raise ValueError(f"{lacking}\n  ({missing}, and unisono makes the default group itself)")
         dist.init_process_group("unisono")
         if dist.get_rank() == 0:
             logger.warning("no default process group: made one, as init_process_group('unisono') does")

@@ -42,8 +42,8 @@ VERSION = f"{__version__}, memory layout {_core.LAYOUT}"
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0005, 0.05
 _MOST_SHOWN = 16  # of a list of ranks
 
-# How ranks join once their plans are known; transport/hosts/joining.py sets it. A hook and not an import: transports are
-# looked up by group, so they are above, and yet a group over several hosts is made of them.
+# How ranks join once their plans are known; transport/hosts/joining.py sets it. A hook and no import: transports are
+# looked up by group, so they are above it, and yet a group over several hosts is made of them.
 join_hosts: Callable[..., Any] | None = None
 
 
@@ -85,8 +85,9 @@ class Plan:
 
 
 def missing_variables() -> str:
-    """Those variables with which torchrun describes all ranks that are not set, in words; empty if all are."""
-    return ", ".join(k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ)
+    """Which variables, with which torchrun describes all ranks, are not set, and what to do; empty if all are."""
+    missing = ", ".join(k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ)
+    return missing and f"{missing} not set: start the ranks by `torchrun --nproc-per-node=2 script.py`"
 
 
 def place_of(rank: int) -> str:

@@ -43,8 +43,7 @@ def split_group(
     Returns:
         The group of this rank's list, or None.
     """
-    parent = _unisono_group(parent_pg, "split_group")
-    parent_group = cast(ProcessGroup, groups.resolve(parent_pg))
+    parent_group, parent = find_adapter("split_group", parent_pg)
     if not split_ranks:
         raise ValueError("split_ranks cannot be None or empty")
     lists = [read_ranks(f"split_ranks[{i}]", ranks) for i, ranks in enumerate(split_ranks)]
@@ -72,12 +71,14 @@ def monitored_barrier(group: GroupLike = None, timeout: timedelta | None = None,
         timeout: None: the group's
         wait_all_ranks: True: name all ranks that are late, not the first alone
     """
-    _unisono_group(group, "monitored_barrier").monitored_barrier(timeout, wait_all_ranks)
+    _, adapter = find_adapter("monitored_barrier", group)
+    adapter.monitored_barrier(timeout, wait_all_ranks)
 
 
-def _unisono_group(group: GroupLike, function: str) -> ProcessGroupAdapter:
+def find_adapter(function: str, group: GroupLike) -> tuple[ProcessGroup, ProcessGroupAdapter]:
+    """The process group that is meant, which must be on unisono, and its adapter."""
     found = groups.resolve(group)
     adapter = groups.adapter_of(found)
     if adapter is None:
         raise TypeError(f"{function} takes a process group of backend unisono, got {found!r}")
-    return adapter  # type: ignore[no-any-return]
+    return cast(ProcessGroup, found), adapter
