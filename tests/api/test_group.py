@@ -173,6 +173,9 @@ def _bad_splits(group):
     for wrong in ([0, 0], [0, 99], [-1], [(group.rank + 1) % group.size]):
         with pytest.raises((ValueError, unisono.UnisonoError)):
             group.split(wrong)
+    for wrong in ("01", [0.5], 3):
+        with pytest.raises(TypeError, match="argument 'ranks' must be a list of ranks, got"):
+            group.split(wrong)
     assert _sum_of_ranks(group)
 
 

@@ -218,7 +218,7 @@ CASES = [
     (ValueError, "no group is named 'nobody'", lambda g: comm_func.all_reduce(T, group="nobody")),
     (
         ValueError,
-        "argument 'group_rank_id' must be from 0 to 1",
+        "argument 'group_rank_id' must be a rank from 0 to 1",
         lambda g: comm_func.get_world_rank_from_group_rank(g, 2),
     ),
 ]

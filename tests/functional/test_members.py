@@ -70,9 +70,9 @@ def _wrong(group, folder):
     with default_group(group, "unisono", folder):
         for expected, words, call in (
             (TypeError, "'group' must be type of string", lambda: comm_func.create_group(3, [0])),
-            (TypeError, "'rank_ids' must be a list of int", lambda: comm_func.create_group("g", "01")),
+            (TypeError, "'rank_ids' must be a list of ranks", lambda: comm_func.create_group("g", "01")),
             (ValueError, "different ranks", lambda: comm_func.create_group("g", [0, 0])),
-            (ValueError, "different ranks", lambda: comm_func.create_group("g", [])),
+            (ValueError, "at least one rank", lambda: comm_func.create_group("g", [])),
             (ValueError, "from 0 to 1", lambda: comm_func.create_group("g", [0, 5])),
             (ValueError, "exists already", lambda: comm_func.create_group(WORLD, [0])),
             (ValueError, "is the default group", lambda: comm_func.destroy_group(WORLD)),

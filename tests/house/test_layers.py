@@ -118,6 +118,36 @@ def test_another_reader_is_found(tmp_path, monkeypatch):
     assert sorted(reads(path)) == ["wrong.py:2 is_part", "wrong.py:4 cut_rows"]
 
 
+# Classes of groups and of transports, and the files that may ask for one; all others call the same verb of any.
+KINDS = {
+    "Group", "Communicator", "HostsTransport", "BackendTransport", "GlooTransport", "ListsTransport", "AscendTransport",
+}  # fmt: skip
+MAY_BRANCH = ("group/names.py", "transport/find.py")
+
+
+def branches(path):
+    """Lines that ask what kind of group or transport they have."""
+    if str(path.relative_to(PACKAGE)) not in MAY_BRANCH:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+                named = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
+                named |= {n.attr for n in ast.walk(node.args[1]) if isinstance(n, ast.Attribute)}
+                if named & KINDS:
+                    yield f"{path.relative_to(PACKAGE)}:{node.lineno}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_branch_on_the_kind_of_group(path):
+    assert next(branches(path), None) is None
+
+
+def test_a_branch_is_found(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    path = tmp_path / "wrong.py"
+    path.write_text("isinstance(3, int)\nisinstance(g, Group)\nisinstance(t, (str, _core.Communicator))\n")
+    assert list(branches(path)) == ["wrong.py:2", "wrong.py:3"]
+
+
 def held_at_fork(path):
     """Lines that make a lock for the whole process, which a child may find held: use base/fork.py."""
     for statement in ast.parse(path.read_text()).body:

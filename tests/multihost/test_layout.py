@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.transport.hosts.layout import Layout, joined, lane_pieces, spans_of
+from unisono.transport.hosts.layout import Layout, lane_pieces
+from unisono.transport.spans import joined, spans_of
 
 
 @given(st.lists(st.integers(0, 50), max_size=8), st.integers(1, 5), st.integers(1, 30), st.data())

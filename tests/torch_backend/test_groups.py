@@ -150,6 +150,22 @@ def test_split_group(ranks, size):
     ranks.run(_split)
 
 
+def _bad_splits():
+    for error, words, lists in (
+        (ValueError, "cannot be None or empty", None),
+        (TypeError, r"argument 'split_ranks\[0\]' must be a list of ranks, got 0", [0, 1]),
+        (ValueError, r"'split_ranks' must be different ranks from 0 to 1, got \[0, 1, 0\]", [[0, 1], [0]]),
+        (ValueError, r"'split_ranks' must be different ranks from 0 to 1, got \[0, 2\]", [[0, 2]]),
+    ):
+        with pytest.raises(error, match=words):
+            unisono.split_group(None, lists)
+
+
+@pytest.mark.parametrize("size", [2])
+def test_lists_that_cannot_be_split(ranks, size):
+    ranks.run(_bad_splits)
+
+
 def _again(group, turns):
     """destroy_process_group, then init_process_group: another world, with other values."""
     seen = []

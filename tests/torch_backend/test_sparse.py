@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import unisono
 from tests.reference import difference, make_input, reduced
 from tests.torch_backend import world
 
@@ -94,3 +95,18 @@ def _average():
 @pytest.mark.parametrize("size", [2])
 def test_in_place(ranks, size):
     ranks.run(_average)
+
+
+def _other_shapes():
+    rank = dist.get_rank()
+    with pytest.raises(unisono.MismatchError, match=r"ranks disagree on shape") as caught:
+        dist.all_reduce(torch.eye(4 if rank == 2 else 3).to_sparse())
+    marked = [line for line in str(caught.value).splitlines() if "<- differs" in line]
+    assert marked == ["  rank 2   sparse [4, 4], 2 sparse dimensions and 0 dense   <- differs"], caught.value
+    assert caught.value.peers == ((0, 1) if rank == 2 else (2,)) and caught.value.op == "all_reduce"
+    _average()
+
+
+@pytest.mark.parametrize("size", [3])
+def test_other_shapes(ranks, size):
+    ranks.run(_other_shapes)

@@ -133,6 +133,10 @@ _RULES: dict[str, str] = {
     "outside_heap": "{argument} lies outside of that rank's heap, got {got}",
     "group_size": "a group has 1 to {expected} ranks, a name for each and a nonce of 16 bytes",
     # Broken in Python.
+    "ranks_list": "{argument} must be a list of ranks, got {got!r}",
+    "ranks_different": "{argument} must be different ranks from 0 to {expected}, got {got}",
+    "ranks_of_all": "{argument} must be {expected} different ranks, got {got}",
+    "ranks_with_own": "{argument} must contain this rank, {expected}, got {got}",
     "sparse_op": "allreduce of sparse tensors only works with ReduceOp.SUM, got {got}",
     "sparse_layout": "all_reduce takes dense and sparse COO tensors, got layout {got}",
     "tag_negative": "Tag must be nonnegative",
@@ -147,6 +151,7 @@ _TYPE_RULES = {
     "op_dtype",
     "timeout_number",
     "not_tensor",
+    "ranks_list",
     "dtype_known",
     "matrix",
 }

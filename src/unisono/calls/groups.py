@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from ..base.handle import Handle
 from ..base.work import Work
 from ..group.group import Group
-from ..group.names import GroupLike, global_ranks, name_of, rank_and_size, resolve
+from ..group.names import GroupLike, global_ranks, is_own, name_of, rank_and_size, resolve
 from ..transport.find import find
 from ..transport.protocol import Transport
 
@@ -58,8 +58,8 @@ def traced_group(group: GroupLike) -> str:
         return ""
     if isinstance(group, str):
         return group
-    if isinstance(group, Group):
-        raise TypeError("under torch.compile, 'group' must be a ProcessGroup or its name, got a unisono.Group")
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(f"under torch.compile, 'group' must be a ProcessGroup or its name, got {type(group).__name__}")
     return group.group_name
 
 
@@ -71,6 +71,6 @@ for _function in (group_rank, place):
 
 def result(group: GroupLike, handle: Handle | None, output: Any) -> Any:
     """What a call of torch's kind returns: None when it is over, else a Work, or the Handle itself for a Group."""
-    if handle is None or isinstance(resolve(group), Group):
+    if handle is None or is_own(resolve(group)):
         return handle
     return Work((handle,), [output])

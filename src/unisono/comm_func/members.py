@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ..calls.groups import group_rank, member
 from ..group import names as groups
 from ..group.names import GroupLike, global_ranks, host_ranks, rank_and_size
+from ..group.ranks import check_rank, different_ranks
 
 
 class GlobalComm:
@@ -45,20 +46,16 @@ def create_group(group: str, rank_ids: Sequence[int]) -> None:
     """
     if not isinstance(group, str):
         raise TypeError(f"The argument 'group' must be type of string, but got 'group' type : {type(group)}.")
-    if not isinstance(rank_ids, (list, tuple)) or not all(isinstance(r, int) for r in rank_ids):
-        raise TypeError(f"The argument 'rank_ids' must be a list of int, but got {rank_ids!r}.")
-    if not rank_ids or len(set(rank_ids)) != len(rank_ids):
-        raise ValueError(f"The argument 'rank_ids' must be different ranks, but got {list(rank_ids)}.")
     if group in groups.WORLD_NAMES or groups.is_known(group):
         raise ValueError(f"The group {group!r} exists already.")
     world = groups.default_group()
-    outside = [r for r in rank_ids if not 0 <= r < world.size()]
-    if outside:
-        raise ValueError(f"The argument 'rank_ids' must be from 0 to {world.size() - 1}, but got {outside}.")
-    if world.rank() not in rank_ids:
+    ranks = different_ranks("rank_ids", rank_ids, world.size())
+    if not ranks:
+        raise ValueError("argument 'rank_ids' must name at least one rank, got []")
+    if world.rank() not in ranks:
         groups.remember(group, None)
         return
-    made = dist.new_group(list(rank_ids), use_local_synchronization=True, group_desc=group, sort_ranks=False)
+    made = dist.new_group(ranks, use_local_synchronization=True, group_desc=group, sort_ranks=False)
     groups.remember(group, made)
 
 
@@ -139,9 +136,7 @@ def get_world_rank_from_group_rank(group: GroupLike, group_rank_id: int) -> int:
         The global rank.
     """
     ranks = global_ranks(member("get_world_rank_from_group_rank", group))
-    if not 0 <= group_rank_id < len(ranks):
-        raise ValueError(f"argument 'group_rank_id' must be from 0 to {len(ranks) - 1}, got {group_rank_id}")
-    return ranks[group_rank_id]
+    return ranks[check_rank("group_rank_id", group_rank_id, len(ranks))]
 
 
 def get_group_rank_from_world_rank(world_rank_id: int, group: GroupLike) -> int:

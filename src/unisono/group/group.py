@@ -17,9 +17,10 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from .. import _core
 from ..base import settings
 from ..base.counter import Counter, number_of
-from ..base.errors import ClosedError, MismatchError, with_facts
+from ..base.errors import ClosedError, MismatchError, make_argument_error, with_facts
 from ..base.kept import Inherited
 from . import rendezvous, survivors
+from .ranks import different_ranks
 from .verbs import Seconds, Verbs
 
 _LINGER_S = 0.2  # how long close() waits for the others to close too
@@ -114,8 +115,7 @@ class Group(Verbs):
         """
         if missing := rendezvous.missing_variables():
             raise ValueError(
-                f"{missing} not set: start the ranks by `torchrun --nproc-per-node=2 script.py`, "
-                "or make the group with Group.from_store; tests and notebooks: unisono.testing.run_ranks"
+                f"{missing}, or make the group with Group.from_store; tests and notebooks: unisono.testing.run_ranks"
             )
         limit = settings.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit
@@ -139,12 +139,9 @@ class Group(Verbs):
         Returns:
             The new group, or None where ``ranks`` is None.
         """
-        members = [] if ranks is None else [int(r) for r in ranks]
-        if ranks is not None:
-            if len(set(members)) != len(members) or not all(0 <= r < self.size for r in members):
-                raise ValueError(f"argument 'ranks' must be different ranks from 0 to {self.size - 1}, got {members}")
-            if self.rank not in members:
-                raise ValueError(f"argument 'ranks' must contain this rank, {self.rank}, got {members}")
+        members = [] if ranks is None else different_ranks("ranks", ranks, self.size)
+        if ranks is not None and self.rank not in members:
+            raise make_argument_error("ranks_with_own", "ranks", self.rank, members)
         number = self._splits.next()  # all ranks split together, so they agree on it
         child = f"{self.name}/{number}" if name is None else name
         block = self.transport.make_block(len(members)) if members else 0

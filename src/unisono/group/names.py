@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import weakref
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from torch.distributed.distributed_c10d import GroupMember
 
 from . import rendezvous
 from .group import Group, find_key
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 _CPU = torch.device("cpu")
 logger = logging.getLogger("unisono")
@@ -80,10 +83,7 @@ def default_group() -> ProcessGroup:
         if _was_initialized():
             raise ValueError(f"{lacking}\n  (it was destroyed)")
         if missing := rendezvous.missing_variables():
-            raise ValueError(
-                f"{lacking}\n  ({missing} not set: start the ranks by `torchrun --nproc-per-node=2 script.py`, "
-                "and unisono makes the default group itself)"
-            )
+            raise ValueError(f"{lacking}\n  ({missing}, and unisono makes the default group itself)")
         dist.init_process_group("unisono")
         if dist.get_rank() == 0:
             logger.warning("no default process group: made one, as init_process_group('unisono') does")
@@ -137,9 +137,18 @@ def resolve(group: GroupLike) -> ProcessGroup | Group | None:
     )
 
 
+def is_own(group: ProcessGroup | Group | None) -> TypeIs[Group]:
+    """Whether it is a :class:`Group` itself, not a process group of torch: the one place that asks.
+
+    The two differ in what a call returns, Handle or Work, and in who knows the name and ends the group. For all else it
+    matters only whether a Group is below: :func:`native`.
+    """
+    return isinstance(group, Group)
+
+
 def end(group: ProcessGroup | Group) -> None:
     """Gives a group up on this rank."""
-    if isinstance(group, Group):
+    if is_own(group):
         group.close()
     else:
         dist.destroy_process_group(group)
@@ -147,7 +156,7 @@ def end(group: ProcessGroup | Group) -> None:
 
 def name_of(group: ProcessGroup | Group) -> str:
     """A name that :func:`resolve` finds this group by, for graphs, which hold no objects."""
-    return group.key if isinstance(group, Group) else str(group.group_name)
+    return group.key if is_own(group) else str(group.group_name)
 
 
 def native(group: GroupLike) -> Group | None:
@@ -171,7 +180,8 @@ def _look_up(group: Any, attribute: str) -> Any:
 
 def rank_and_size(group: ProcessGroup | Group) -> tuple[int, int]:
     """This process's rank in a group, and the group's size."""
-    return (group.rank, group.size) if isinstance(group, Group) else (group.rank(), group.size())
+    ours = native(group)
+    return (group.rank(), group.size()) if ours is None else (ours.rank, ours.size)  # type: ignore[operator]
 
 
 def global_ranks(group: ProcessGroup | Group) -> list[int]:
@@ -182,7 +192,7 @@ def global_ranks(group: ProcessGroup | Group) -> list[int]:
 
 def devices_of(group: ProcessGroup | Group) -> list[str]:
     """The kinds of devices whose tensors a group takes."""
-    kinds = set() if isinstance(group, Group) else {device.type for device in group._device_types}
+    kinds = {device.type for device in getattr(group, "_device_types", ())}
     return sorted(kinds | {"cpu"} if native(group) is not None else kinds)
 
 

@@ -35,14 +35,15 @@ from ..base.errors import (
     with_facts,
 )
 from ..version import __version__
+from .ranks import check_rank, numbers_elsewhere
 
 VERSION = f"{__version__}, memory layout {_core.LAYOUT}"
 
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0005, 0.05
 _MOST_SHOWN = 16  # of a list of ranks
 
-# How ranks join once their plans are known, on one host or over several. A layer above sets it, transport/hosts, since
-# over several hosts a group is made of other transports.
+# How ranks join once their plans are known; transport/hosts/joining.py sets it. A hook and no import: transports are
+# looked up by group, so they are above it, and yet a group over several hosts is made of them.
 join_hosts: Callable[..., Any] | None = None
 
 
@@ -84,8 +85,9 @@ class Plan:
 
 
 def missing_variables() -> str:
-    """Those variables with which torchrun describes all ranks that are not set, in words; empty if all are."""
-    return ", ".join(k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ)
+    """Which variables, with which torchrun describes all ranks, are not set, and what to do; empty if all are."""
+    missing = ", ".join(k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ)
+    return missing and f"{missing} not set: start the ranks by `torchrun --nproc-per-node=2 script.py`"
 
 
 def place_of(rank: int) -> str:
@@ -110,11 +112,8 @@ def meet(
     ``members`` are the numbers the ranks have elsewhere, 0 … size-1 if None; errors call the ranks by them. Joining
     ends at ``deadline_s``, of time.monotonic(); ``timeout_s`` is the limit of later calls.
     """
-    if not 0 <= rank < size:
-        raise ValueError(f"rank must be from 0 to {size - 1}, got {rank}")
-    numbers = list(range(size)) if members is None else [int(r) for r in members]
-    if len(numbers) != size or len(set(numbers)) != size or min(numbers) < 0:
-        raise ValueError(f"argument 'ranks' must be {size} different ranks, got {numbers}")
+    check_rank("rank", rank, size)
+    numbers = list(range(size)) if members is None else numbers_elsewhere("ranks", members, size)
     me = numbers[rank]
     assert join_hosts is not None
     use = store.add(f"unisono/{name}/uses/{me}", 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from .. import _core
 from ..base.counter import number_of
 from ..base.errors import AbortedError, PeerLostError, UnisonoError, with_facts
 from ..base.kept import Inherited
+from .ranks import read_ranks
 
 if TYPE_CHECKING:
     from .group import Group
@@ -34,10 +34,7 @@ def agree(group: Group, exclude: Sequence[int], limit_s: float, strict: bool) ->
     """
     deadline = time.monotonic() + limit_s
     found = Survivors(group.size)
-    try:
-        excluded = sorted({operator.index(r) for r in exclude})
-    except TypeError:
-        raise TypeError(f"argument 'exclude' must be a list of ranks, got {exclude!r}") from None
+    excluded = sorted(set(read_ranks("exclude", exclude)))
     comm = group.transport
     if not hasattr(comm, "agree"):
         raise ValueError(f'group "{group.name}" cannot shrink: that takes ranks of one host on shared memory')

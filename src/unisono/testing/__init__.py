@@ -106,12 +106,7 @@ def run_ranks(
     """
     call = _pickle_call(fn, args)
     group_timeout_s = 0.75 * timeout_s if group_timeout_s is None else group_timeout_s
-    with closing(Ranks(n, group_timeout_s, num_threads, env)) as ranks:
-        results = ranks.call(call, timeout_s, grace_s, last=True, own_group=False)
-    for rank in ranks.ranks:
-        if rank.exit_code != 0 and not isinstance(results[rank.number], RankFailure):
-            results[rank.number] = rank.describe_end("after it answered")
-    return _check_results(results) if check else results
+    return _run_once(Ranks(n, group_timeout_s, num_threads, env), call, timeout_s, grace_s, check)
 
 
 class RankPool:
@@ -196,6 +191,16 @@ def _dumps_of(fn: Callable[..., Any]) -> Callable[[Any], bytes]:
         else:
             return cloudpickle.dumps  # type: ignore[no-any-return]
     return pickle.dumps
+
+
+def _run_once(ranks: Ranks, call: bytes, timeout_s: float, grace_s: float, check: bool) -> list[Any]:
+    """One call on ranks that end with it."""
+    with closing(ranks):
+        results = ranks.call(call, timeout_s, grace_s, last=True, own_group=False)
+    for rank in ranks.ranks:
+        if rank.exit_code != 0 and not isinstance(results[rank.number], RankFailure):
+            results[rank.number] = rank.describe_end("after it answered")
+    return _check_results(results) if check else results
 
 
 def _check_results(results: list[Any]) -> list[Any]:

@@ -25,11 +25,10 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
-from unisono.testing import RankFailure, RankPool, _check_results, _pickle_call
+from unisono.testing import RankPool, _pickle_call, _run_once
 from unisono.testing.fork_server import CLONE_NEWNET
 from unisono.testing.processes import Ranks
 
@@ -95,10 +94,6 @@ class Hosts:
     def run(self, command: Sequence[str], *, host: int, **options: Any) -> subprocess.CompletedProcess[Any]:
         """`subprocess.run` in `host`."""
         return self.inside(host, lambda: subprocess.run(command, **options))
-
-    def popen(self, command: Sequence[str], *, host: int, **options: Any) -> subprocess.Popen[Any]:
-        """`subprocess.Popen` in `host`; end it yourself before the hosts are closed."""
-        return self.inside(host, lambda: subprocess.Popen(command, **options))
 
     def sent_bytes(self) -> list[int]:
         """Bytes that have left each host so far, with headers, without what TCP sent twice (see `_count_twice`)."""
@@ -216,12 +211,7 @@ def run_on_hosts(
     call = _pickle_call(fn, args)
     with contextlib.nullcontext(hosts) if hosts is not None else Hosts(len(layout)) as used:
         places = list(_describe_places(used, place_ranks(layout, interleaved)))
-        with closing(Ranks(len(places), timeout_s, num_threads, env, places)) as ranks:
-            results = ranks.call(call, timeout_s, grace_s, last=True, own_group=False)
-    for rank in ranks.ranks:
-        if rank.exit_code != 0 and not isinstance(results[rank.number], RankFailure):
-            results[rank.number] = rank.describe_end("after it answered")
-    return _check_results(results) if check else results
+        return _run_once(Ranks(len(places), timeout_s, num_threads, env, places), call, timeout_s, grace_s, check)
 
 
 class HostPool(RankPool):

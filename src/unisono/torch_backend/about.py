@@ -16,6 +16,7 @@ from ..base.counter import Counter
 from ..base.work import Work
 from ..group import names as groups
 from ..group.group import Group
+from ..group.ranks import check_rank
 from . import recorded
 from .arguments import group_options
 
@@ -127,8 +128,7 @@ class AboutGroup:
 
         Ascend's ``get_hccl_comm_name``: ``rank`` is this process's rank in the group.
         """
-        if not 0 <= rank < self.size():
-            raise ValueError(f"argument 'rank' must be from 0 to {self.size() - 1}, got {rank}")
+        check_rank("rank", rank, self.size())
         groups.remember(self._comm_name, self)  # type: ignore[arg-type]
         return self._comm_name
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import cast
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from ..group import names as groups
 from ..group.names import GroupLike
+from ..group.ranks import different_ranks, read_ranks
 from .adapter import ProcessGroupAdapter
 
 
@@ -41,16 +43,12 @@ def split_group(
     Returns:
         The group of this rank's list, or None.
     """
-    parent = _unisono_group(parent_pg, "split_group")
-    parent_group = cast(ProcessGroup, groups.resolve(parent_pg))
+    parent_group, parent = find_adapter("split_group", parent_pg)
     if not split_ranks:
         raise ValueError("split_ranks cannot be None or empty")
-    listed = [rank for ranks in split_ranks for rank in ranks]
-    if len(set(listed)) != len(listed) or not all(0 <= rank < parent.size() for rank in listed):
-        raise ValueError(
-            f"split_ranks must be lists of different ranks from 0 to {parent.size() - 1}, got {list(split_ranks)}"
-        )
-    mine: Sequence[int] = next((sorted(ranks) for ranks in split_ranks if parent.rank() in ranks), [])
+    lists = [read_ranks(f"split_ranks[{i}]", ranks) for i, ranks in enumerate(split_ranks)]
+    different_ranks("split_ranks", chain(*lists), parent.size())
+    mine: Sequence[int] = next((sorted(ranks) for ranks in lists if parent.rank() in ranks), [])
     child: ProcessGroup | None = parent.split_group(mine, timeout=timeout, group_desc=group_desc)
     if child is None:
         return None
@@ -73,12 +71,14 @@ def monitored_barrier(group: GroupLike = None, timeout: timedelta | None = None,
         timeout: None: the group's
         wait_all_ranks: True: name all ranks that are late, not the first alone
     """
-    _unisono_group(group, "monitored_barrier").monitored_barrier(timeout, wait_all_ranks)
+    _, adapter = find_adapter("monitored_barrier", group)
+    adapter.monitored_barrier(timeout, wait_all_ranks)
 
 
-def _unisono_group(group: GroupLike, function: str) -> ProcessGroupAdapter:
+def find_adapter(function: str, group: GroupLike) -> tuple[ProcessGroup, ProcessGroupAdapter]:
+    """The process group that is meant, which must be on unisono, and its adapter."""
     found = groups.resolve(group)
     adapter = groups.adapter_of(found)
     if adapter is None:
         raise TypeError(f"{function} takes a process group of backend unisono, got {found!r}")
-    return adapter  # type: ignore[no-any-return]
+    return cast(ProcessGroup, found), adapter

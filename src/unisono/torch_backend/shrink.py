@@ -7,12 +7,12 @@ are the same here; the group comes from :meth:`unisono.Group.shrink`, which need
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from ..group import names as groups
 from .adapter import ProcessGroupAdapter
+from .groups import find_adapter
 
 
 def shrink_group(
@@ -43,10 +43,7 @@ def shrink_group(
         The new process group.
     """
     distributed_c10d._validate_shrink_inputs(ranks_to_exclude, shrink_flags)
-    target = cast(ProcessGroup, groups.resolve(group))
-    adapter = groups.adapter_of(target)
-    if adapter is None:
-        raise TypeError(f"shrink_group takes a process group of backend unisono, got {target!r}")
+    target, adapter = find_adapter("shrink_group", group)
     facts = distributed_c10d._prepare_shrink_target_group(target)
     excluded = sorted(distributed_c10d._validate_and_process_excluded_ranks(ranks_to_exclude, facts))
     old_ranks = distributed_c10d.get_process_group_ranks(target)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..base import ops
-from ..base.errors import MismatchError, make_argument_error
+from ..base.errors import MismatchError, lines_of_ranks, make_argument_error, with_facts
 from ..group.group import Group
 
 
@@ -65,10 +65,11 @@ def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def _mismatch(group: Group, facts: torch.Tensor) -> MismatchError:
     """The error when ranks have tensors of different shapes: a line for each rank."""
-    lines = []
+    lines = {}
     for r, (sparse_dim, dense_dim, *shape) in enumerate(facts[:, 1:].tolist()):
         sizes = [n for n in shape if n >= 0]
-        lines.append(f"\n  rank {r}   sparse {sizes}, {sparse_dim} sparse dimensions and {dense_dim} dense")
-    error = MismatchError(f'all_reduce in group "{group.name}": ranks disagree on shape{"".join(lines)}')
-    error.op, error.seq, error.group, error.rank = "all_reduce", group.calls, group.name, group.rank
-    return error
+        lines[r] = f"sparse {sizes}, {sparse_dim} sparse dimensions and {dense_dim} dense"
+    error = MismatchError(f'all_reduce in group "{group.name}": ranks disagree on shape{lines_of_ranks(lines)}')
+    error.seq = group.calls
+    differing = [r for r in lines if lines[r] != lines[group.rank]]
+    return with_facts(error, "all_reduce", group.name, group.rank, differing)

@@ -10,7 +10,6 @@ import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -88,7 +87,7 @@ def compare(pg: ProcessGroup, seq: int, request: Request, shown: Sequence[bytes]
         text = "ranks were asked for different things"
         lines = [_words(bytes) for bytes in shown]
         raise make_error(_MISMATCH, request.verb, seq, pg.group_name, pg.rank(), differing, text, lines, False)
-    return [_HEAD.unpack_from(bytes)[1] for bytes in shown]
+    return [factor_in(bytes) for bytes in shown]
 
 
 def meet(shown: Sequence[bytes], sender: int, receiver: int) -> bool:
@@ -96,19 +95,26 @@ def meet(shown: Sequence[bytes], sender: int, receiver: int) -> bool:
     if shown[sender][:_DIGEST_BYTES] != shown[receiver][:_DIGEST_BYTES]:
         return False
     size = len(shown)
-    return bool(_table(shown[sender], size)[receiver] == _table(shown[receiver], size)[size + sender])
+    return table_in(shown[sender], size)[0][receiver] == table_in(shown[receiver], size)[1][sender]
 
 
 def misfits(shown: Sequence[bytes]) -> list[int]:
     """The ranks that send another something else than it expects, or the other way round."""
     size = len(shown)
-    tables = [_table(bytes, size) for bytes in shown]
-    wrong = {(i, j) for i in range(size) for j in range(size) if tables[i][j] != tables[j][size + i]}
+    tables = [table_in(bytes, size) for bytes in shown]
+    wrong = {(i, j) for i in range(size) for j in range(size) if tables[i][0][j] != tables[j][1][i]}
     return sorted({rank for pair in wrong for rank in pair})
 
 
-def _table(bytes: bytes, size: int) -> tuple[Any, ...]:
-    return struct.unpack_from(f"<{2 * size}q", bytes, _HEAD.size)
+def factor_in(bytes: bytes) -> float:
+    """The factor of a premul_sum."""
+    return float(_HEAD.unpack_from(bytes)[1])
+
+
+def table_in(bytes: bytes, size: int) -> Table:
+    """What a rank sends to each, and what it expects of each."""
+    numbers = struct.unpack_from(f"<{2 * size}q", bytes, _HEAD.size)
+    return numbers[:size], numbers[size:]
 
 
 def _words(bytes: bytes) -> str:

@@ -44,18 +44,17 @@ def find_for_barrier(group: GroupLike) -> Transport | None:
 
 def transport_of(group: Group | ProcessGroup, device: torch.device) -> Transport:
     """The transport for tensors of this device, made at the first call and forgotten with the group."""
-    ours = native(group)
-    if ours is not None and (device.type == "cpu" or device.type not in devices_of(group)):
+    pg = cast(ProcessGroup, group)
+    known = _known.get(pg, {}).get(device.type)
+    if known is not None:
+        return known
+    ours, kinds = native(group), devices_of(group)
+    if ours is not None and (device.type == "cpu" or device.type not in kinds):
         return ours.transport  # which says what is wrong with tensors of other devices
-    group = cast(ProcessGroup, group)
-    kinds = devices_of(group)
-    if device.type not in kinds:
-        device = torch.device(kinds[0])  # the adapter, or the backend itself, refuses the tensor in its own words
-    by_device = _known.setdefault(group, {})
-    transport = by_device.get(device.type)
-    if transport is None:
-        transport = by_device[device.type] = _make(group, device)
-    return transport
+    if device.type not in kinds:  # the adapter, or the backend itself, refuses the tensor in its own words
+        return transport_of(group, torch.device(kinds[0]))
+    made = _known.setdefault(pg, {})[device.type] = _make(pg, device)
+    return made
 
 
 def checks_itself(transport: Transport) -> bool:

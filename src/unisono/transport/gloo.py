@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ctypes import memmove, string_at
 from datetime import timedelta
 from functools import wraps
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +37,7 @@ from . import late
 from .agreement import NO_OP, Request, compare, meet, request_bytes
 from .backend import BackendTransport, check_reduction
 from .pending import ProgressThread, Step, nothing
+from .spans import Span, spans_of
 
 _HEADERS_BYTES = 1 << 20  # of all headers of a call to and from a rank
 _GATHER_BYTES = 8 << 20  # the same in an all-gather, where they are together not more than the output
@@ -50,7 +51,6 @@ _HEADER_TAGS = 0x2000_0000
 _END_TAG = 0x1FFF_FF00  # nothing is ever sent with it, or one of those that follow it
 _PEER_LOST = 2  # its number in errors.py and core/base/status.h
 
-Span = tuple[int, int]  # first element, and one after the last
 Relay = tuple[int, Span, list[tuple[int, Span]]]  # a root, what it sends this rank, and what others pass on to it
 Works = Iterable[tuple[int, Any]]  # messages under way, each with the rank it goes to or comes from
 
@@ -92,7 +92,7 @@ class GlooTransport(BackendTransport):
 
     def _all_gather(self, whole: Tensor, part: Tensor, counts: Sequence[int], async_op: bool) -> Pending | None:
         request = Request(self.size, "all_gather", part.dtype, NO_OP, counts)
-        to = _spans(counts)
+        to = spans_of(counts)
         spans = [(0, part.numel())] * self.size
         largest = max(counts)
         relay = None
@@ -119,7 +119,7 @@ class GlooTransport(BackendTransport):
         async_op: bool,
     ) -> Pending | None:  # fmt: skip
         request = Request(self.size, "all_to_all", input.dtype, NO_OP, (), table=(sent, expected))
-        spans, to = _spans(sent), _spans(expected)
+        spans, to = spans_of(sent), spans_of(expected)
         return self._exchange(request, input, spans, output, to, self.header_room, async_op, after=after)
 
     @_telling_others
@@ -166,7 +166,7 @@ class GlooTransport(BackendTransport):
         self, part: Tensor, whole: Tensor, counts: Sequence[int], op: int, factor: float, async_op: bool
     ) -> Pending | None:
         check_reduction(part.dtype, op)
-        spans = _spans(counts)
+        spans = spans_of(counts)
         request = Request(self.size, "reduce_scatter", part.dtype, op, counts, factor)
         messages = _Messages(self, request, whole, spans, self.header_room, reply_first=async_op, in_pieces=True)
         start, end = spans[self.rank]
@@ -363,11 +363,6 @@ def _copy(output: Tensor, start: int, end: int, place: int) -> None:
     to = output.data_ptr() + start * item_bytes
     if to != place:
         memmove(to, place, (end - start) * item_bytes)
-
-
-def _spans(counts: Sequence[int]) -> list[Span]:
-    ends = list(accumulate(counts))
-    return list(zip([0, *ends], ends, strict=False))
 
 
 class _Pieces:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .layout import Span, lane_pieces, overlap, spans_of
+from ..spans import Span, overlap, spans_of
+from .layout import lane_pieces
 from .links import Bulk, ConnectionLost, Word
 from .reduction import Reduction
 

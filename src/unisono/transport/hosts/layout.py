@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
 
-Span = tuple[int, int]  # first element, and one after the last
+from ..spans import Span, joined
 
 
 class Layout:
@@ -66,25 +65,6 @@ class Layout:
         return [r for ranks in self.hosts for r in ranks] == list(range(self.size))
 
 
-def spans_of(counts: Sequence[int]) -> list[Span]:
-    """Where each rank's chunk is in the whole."""
-    ends = list(accumulate(counts))
-    return list(zip([0, *ends], ends, strict=False))
-
-
-def joined(spans: Sequence[Span]) -> list[Span]:
-    """The spans without empty ones, those that touch put together."""
-    runs: list[Span] = []
-    for start, end in spans:
-        if start == end:
-            continue
-        if runs and runs[-1][1] == start:
-            runs[-1] = (runs[-1][0], end)
-        else:
-            runs.append((start, end))
-    return runs
-
-
 def lane_pieces(spans: Sequence[Span], lanes: int, piece: int) -> list[list[Span]]:
     """The pieces of each lane: equal shares of all the spans together, each in parts of at most ``piece`` elements.
 
@@ -102,8 +82,3 @@ def lane_pieces(spans: Sequence[Span], lanes: int, piece: int) -> list[list[Span
                 pieces.append((start + a - at, start + min(a + piece, last) - at))
         at += end - start
     return shares
-
-
-def overlap(one: Span, other: Span) -> Span:
-    start, end = max(one[0], other[0]), min(one[1], other[1])
-    return (start, end) if start < end else (start, start)

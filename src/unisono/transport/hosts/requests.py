@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
 import torch
 
 from ..agreement import NO_OP, Request, Table
-
-_HEAD_BYTES = 256
-_FACTOR = struct.Struct("<8xd")
 
 
 class HostsRequest(Request):
@@ -35,14 +31,3 @@ class HostsRequest(Request):
     @staticmethod
     def _written(size: int, table: Table | None) -> bytes:
         return b"" if table is None else Request._written(size, table)
-
-
-def factor_in(request: bytes) -> float:
-    """The factor of a premul_sum."""
-    return float(_FACTOR.unpack_from(request)[0])
-
-
-def table_in(request: bytes, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What a rank sends to each, and what it expects of each."""
-    numbers = struct.unpack_from(f"<{2 * size}q", request, _HEAD_BYTES)
-    return numbers[:size], numbers[size:]

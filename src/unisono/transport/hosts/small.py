@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ...base import ops
-from ..agreement import misfits
+from ..agreement import factor_in, misfits, table_in
+from ..spans import Span, joined, spans_of
 from .agreement import DATA_AT, RESULT_AT, SMALL_BYTES, Message, Own, agree, record_room
-from .layout import Span, joined, spans_of
 from .links import Memory
 from .reduction import Reduction
-from .requests import HostsRequest, factor_in, table_in
+from .requests import HostsRequest
 
 if TYPE_CHECKING:
     from .state import HostsGroup

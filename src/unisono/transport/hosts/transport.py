@@ -16,9 +16,9 @@ from ..backend import flat, round_products
 from ..outputs import are_shapes
 from ..pending import Step
 from ..protocol import Counts, Factor, Output, Seconds, Tensors, Transport
+from ..spans import spans_of
 from . import bulk, small
 from .agreement import RESULT_AT
-from .layout import spans_of
 from .reduction import Reduction
 from .requests import HostsRequest
 from .state import HostsGroup
