@@ -1,13 +1,14 @@
 // See gemm.h: how a product is cut so that what is used again is in the nearest cache.
 //
 // Many rows: for every block of k, rows of a are packed as float32 in the second-level cache, once; then panel by panel
-// of b is packed into the first-level cache as float32 and used by all those rows. Few rows do not pay for packing:
-// they read b where it is, a few rows of b at a time, so that memory is read in order. Panels that were packed before
-// are used as they are. A sliver is as many rows as one tile has accumulators for. While a panel is used, what is
-// packed next is asked for from memory: without that a third of the time went into waiting for it (64 rows, weights of
-// 2 MiB). Sums over a part of k wait for the rest beside c, in the tree order (runs.h) a level of the tree each: rows
-// of c may be a power of two apart and collide in the caches. Rows and columns are worked off in chunks, so that these
-// sums stay in the second-level cache.
+// of b is used by all those rows, and packed into the first-level cache as float32 by the first of them on the way. Few
+// rows do not pay for packing: they read b where it is, a few rows of b at a time, so that memory is read in order.
+// Panels that were packed before are used as they are. A sliver is as many rows as one tile has accumulators for. While
+// a panel is used, the next one is asked for from memory: without that a third of the time went into waiting for it (64
+// rows, weights of 2 MiB). Sums over a part of k wait for the rest beside c, in the tree order (runs.h) a level of the
+// tree each: rows of c may be a power of two apart and collide in the caches. Two runs that are joined first are one
+// tile: the end of a tile costs as much as a dozen steps of k. Rows and columns are worked off in chunks, so that the
+// sums that wait stay in the second-level cache.
 #include "kernels/gemm.h"
 
 #include <algorithm>
@@ -35,8 +36,9 @@ constexpr size_t kRun = 176;      // products of a tile
 constexpr size_t kFewRun = 1024;  // products of few rows, where c takes up kStretch at a time
 constexpr size_t kPad = 16;       // so that rows a power of two apart do not share the same cache sets; a line
 constexpr size_t kAlign = 4096;
-constexpr size_t kChunk = 512;      // columns of which sums wait
-constexpr size_t kTreeDepth = 256;  // of two blocks: they are joined where they are made
+constexpr size_t kWaiting = 1 << 17;      // sums of a chunk that wait: with fewer rows it has more columns
+constexpr size_t kTreeWaiting = 1 << 16;  // in the tree order, at each level
+constexpr size_t kTreeDepth = 256;        // of two blocks: they are joined where they are made
 static_assert(kTreeDepth >= kLongestBlock && kTreeDepth >= 2 * kBlock);
 constexpr size_t kKept = 1 << 17;   // numbers of a up to which all that are packed are kept for the next columns
 constexpr size_t kFewChunk = 4096;  // the same of few rows: b is read in stretches of 8 to 16 KiB
@@ -105,6 +107,7 @@ void each_sliver(size_t m, size_t most, F f) {
 Tile few_tile(const Product& p, const float* a, size_t k0, size_t k, size_t j, size_t n, size_t panel) {
   return {.rows = p.m,
           .k = k,
+          .first = 0,
           .a = a + k0 * p.m,
           .b = from(p.b, k0, j).data,
           .b_type = p.b.dtype,
@@ -119,6 +122,7 @@ Tile few_tile(const Product& p, const float* a, size_t k0, size_t k, size_t j, s
           .lefts = nullptr,
           .nlefts = 0,
           .left_row = 0,
+          .before = nullptr,
           .bias = nullptr,
           .ahead = nullptr,
           .ahead_row = 0,
@@ -195,8 +199,7 @@ void multiply_few_by_tree(const GemmTable& t, const Product& p) {
 // What the tiles of one panel ask for from memory while they work: rows of what is packed next, a part in each tile.
 struct Ahead {
   const std::byte* data = nullptr;
-  size_t row = 0, bytes = 0;
-  size_t first = 0, rows = 0;
+  size_t row = 0, bytes = 0, rows = 0;
 };
 
 // A block of rows and k of a product: rows [i0, i0 + m) of a, packed sliver by sliver, times rows [k0, k0 + k) of b, in
@@ -208,37 +211,41 @@ struct GemmBlock {
   const float* a;
 };
 
-// The panel after this one; of b itself the panels after those that are packed now, a part for each of them.
-Ahead what_is_next(const GemmTable& t, const Product& p, const GemmBlock& block, const float* panel, size_t j) {
-  const size_t end = block.j0 + block.n;
-  if (p.panels) {
-    if (j + t.columns >= end) return {};
-    const size_t bytes = t.columns * sizeof(float);
-    return {reinterpret_cast<const std::byte*>(panel + p.k * t.columns), bytes, bytes, 0, block.k};
+// The panel that is used next: in this block, in the next one of k, or in the next columns.
+Ahead what_is_next(const GemmTable& t, const Product& p, const GemmBlock& block, size_t j) {
+  size_t k0 = block.k0;
+  j += t.columns;
+  if (j >= block.j0 + block.n) {
+    k0 += block.k;
+    if (k0 < p.k) j = block.j0;
   }
-  const size_t at = (j - block.j0) / t.columns, turn = at % t.together,
-               next = block.j0 + (at - turn + t.together) * t.columns;
-  if (p.b.col != 1 || next >= end) return {};
-  const size_t size = dtype_bytes(p.b.dtype), first = block.k * turn / t.together;
-  return {static_cast<const std::byte*>(from(p.b, block.k0, next).data), p.b.row * size,
-          std::min(t.together * t.columns, end - next) * size, first, block.k * (turn + 1) / t.together - first};
+  if (k0 >= p.k) k0 = 0;
+  if (j >= p.n || (!p.panels && p.b.col != 1)) return {};
+  const Matrix panel = p.panels ? Matrix{p.b.data, DType::f32, t.columns, 1} : p.b;
+  const size_t size = dtype_bytes(panel.dtype);
+  const Matrix next = p.panels ? from(panel, j / t.columns * p.k + k0, 0) : from(panel, k0, j);
+  return {static_cast<const std::byte*>(next.data), next.row * size, std::min(t.columns, p.n - j) * size,
+          std::min(block.k, p.k - k0)};
 }
 
 // Columns [j, j + one panel) of the block, sliver by sliver and run by run. `to_pack`: the panel, where the first
 // sliver packs it on the way; null: it is packed.
 void multiply_panel(const GemmTable& t, const Product& p, const GemmBlock& block, Waiting& waiting, const float* panel,
                     float* to_pack, size_t j) {
-  const Ahead ahead = what_is_next(t, p, block, panel, j);
+  const Ahead ahead = what_is_next(t, p, block, j);
   const size_t m = block.m, k = block.k;
   each_sliver(m, t.rows, [&](size_t i, size_t rows) {
     float* const c = p.c + (block.i0 + i) * p.c_row + j;
     for (const Run* run = block.first; run != block.last; run++) {
-      const size_t k1 = run->k0 - block.k0;
-      const size_t begin = ahead.first + ahead.rows * (i * k + k1 * rows) / (m * k);
-      const size_t end = ahead.first + ahead.rows * (i * k + (k1 + run->k) * rows) / (m * k);
+      const size_t k0 = run->k0, k1 = k0 - block.k0;
+      const bool pair = run->waits == 0 && !run->joins && run + 1 != block.last;  // the next run joins this one first
+      const size_t first = pair ? (run++)->k : 0, deep = first + run->k;
+      const size_t begin = ahead.rows * (i * k + k1 * rows) / (m * k);
+      const size_t end = ahead.rows * (i * k + (k1 + deep) * rows) / (m * k);
       const bool takes_bias = p.bias && run->waits < 0;
       Tile tile{.rows = rows,
-                .k = run->k,
+                .k = deep,
+                .first = first,
                 .a = block.a + i * k + k1 * rows,
                 .b = panel + k1 * t.columns,
                 .b_type = DType::f32,
@@ -253,6 +260,7 @@ void multiply_panel(const GemmTable& t, const Product& p, const GemmBlock& block
                 .lefts = nullptr,
                 .nlefts = 0,
                 .left_row = 0,
+                .before = pair ? waiting.at(0, i, j - block.j0) : nullptr,
                 .bias = takes_bias ? p.bias + j : nullptr,
                 .ahead = reinterpret_cast<const char*>(ahead.data + begin * ahead.row),
                 .ahead_row = ahead.row,
@@ -261,7 +269,7 @@ void multiply_panel(const GemmTable& t, const Product& p, const GemmBlock& block
       waiting.join(tile, *run, i, j - block.j0, c, p.c_row);
       if (to_pack && i == 0) {
         tile.kept = to_pack + k1 * t.columns;
-        tile.b = from(p.b, run->k0, j).data;
+        tile.b = from(p.b, k0, j).data;
         tile.b_type = p.b.dtype, tile.b_row = p.b.row;
       }
       t.tile(tile);
@@ -272,21 +280,27 @@ void multiply_panel(const GemmTable& t, const Product& p, const GemmBlock& block
 void multiply_block(const GemmTable& t, const Product& p, const GemmBlock& block, Waiting& waiting, float* packed) {
   const size_t end = block.j0 + block.n;
   for (size_t j = block.j0; j < end; j += t.columns) {
-    const size_t turn = (j - block.j0) / t.columns % t.together;
-    const bool on_the_way = !p.panels && t.together == 1 && p.b.col == 1 && j + t.columns <= end;
-    if (!p.panels && turn == 0 && !on_the_way)
-      pack(t, from(p.b, block.k0, j), block.k, std::min(t.together * t.columns, end - j), packed);
-    float* const own = packed + turn * block.k * t.columns;
-    const float* panel = p.panels ? static_cast<const float*>(p.b.data) + j * p.k + block.k0 * t.columns : own;
-    multiply_panel(t, p, block, waiting, panel, on_the_way ? own : nullptr, j);
+    const bool on_the_way = !p.panels && p.b.col == 1 && j + t.columns <= end;
+    if (!p.panels && !on_the_way) pack(t, from(p.b, block.k0, j), block.k, std::min(t.columns, end - j), packed);
+    const float* panel = p.panels ? static_cast<const float*>(p.b.data) + j * p.k + block.k0 * t.columns : packed;
+    multiply_panel(t, p, block, waiting, panel, on_the_way ? packed : nullptr, j);
   }
 }
 
-// Runs that are each added to the sum of those before.
+// Runs that are each added to the sum of those before. Where a unit has two, these two are added first, as in the tree
+// order: that is one tile instead of two.
 Runs plain_runs(size_t k, size_t depth) {
-  Runs runs{{}, k > kRun};
-  for (size_t k0 = 0; k0 < k; k0 += kRun)
-    runs.list.push_back({k0, std::min(kRun, k - k0), k0 % depth == 0, k0 > 0, k0 + kRun < k ? 0 : -1});
+  const bool pairs = depth >= 2 * kRun;
+  const int so_far = pairs ? 1 : 0;  // the level of the sum of those before
+  Runs runs;
+  if (k > kRun) runs = {{}, pairs ? size_t{2} : 1, pairs ? size_t{1} : 0};
+  for (size_t k0 = 0, i = 0; k0 < k; k0 += kRun, i++) {
+    const bool last = k0 + kRun >= k, first_of_two = pairs && i % 2 == 0 && !last;
+    Run run{k0, std::min(kRun, k - k0), k0 % depth == 0, 0, last ? -1 : first_of_two ? 0 : so_far};
+    if (pairs && i % 2) run.joins = 1;
+    if (!first_of_two && i > (pairs ? 1 : 0)) run.joins |= size_t{1} << so_far;
+    runs.list.push_back(run);
+  }
   return runs;
 }
 
@@ -295,14 +309,14 @@ void multiply_blocks(const GemmTable& t, const Product& p) {
   const size_t depth = p.slice ? kTreeDepth : deep;
   const Runs runs = p.slice ? tree_runs(p.k, p.slice, depth) : plain_runs(p.k, depth);
   const size_t most = std::min(p.m, p.slice ? kTreeRows : kRows);
-  const size_t chunk = std::min(p.n, kChunk);
+  const size_t panels = (p.slice ? kTreeWaiting : kWaiting) / most / t.columns;
+  const size_t chunk = std::min(p.n, panels * t.columns);
   const bool keeps = p.n > chunk && most * p.k <= kKept;
   const size_t a_size = padded(most * (keeps ? p.k : std::min(p.k, depth)));
   const size_t row = padded(chunk), level = most * row, near_level = t.rows * row;
-  float* const a =
-      scratch(a_size + t.together * depth * t.columns + runs.near * near_level + (runs.levels - runs.near) * level);
+  float* const a = scratch(a_size + depth * t.columns + runs.near * near_level + (runs.levels - runs.near) * level);
   float* const packed = a + a_size;
-  Waiting waiting{packed + t.together * depth * t.columns, row, level, runs.near, near_level, {}};
+  Waiting waiting{packed + depth * t.columns, row, level, runs.near, near_level, {}};
   const Run* const end = runs.list.data() + runs.list.size();
   for (size_t i0 = 0; i0 < p.m; i0 += most)
     for (size_t j0 = 0; j0 < p.n; j0 += chunk)

@@ -17,9 +17,9 @@ namespace {
 constexpr size_t lanes = vec_bytes / sizeof(float);
 constexpr size_t width = 2 * lanes;
 #if defined(__AVX512F__)
-constexpr size_t most_rows = 14, together = 1;
+constexpr size_t most_rows = 14;
 #else
-constexpr size_t most_rows = 6, together = 4;
+constexpr size_t most_rows = 6;
 #endif
 
 typedef uint16_t HalfWords __attribute__((vector_size(vec_bytes / 2)));
@@ -32,8 +32,16 @@ struct FromF32 {
 };
 struct FromBf16 {
   using Stored = uint16_t;
-  static UNISONO_INLINE Floats wide(const char* from) {
-    return reinterpret_cast<Floats>(__builtin_convertvector(load<HalfWords>(from), Words) << 16);
+  static UNISONO_INLINE Floats wide(const char* from) { return reinterpret_cast<Floats>(words(from) << 16); }
+  // One instruction, of which GCC makes five if it is not named.
+  static UNISONO_INLINE Words words(const char* from) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<Words>(_mm512_maskz_cvtepu16_epi32(0xffff, load<__m256i>(from)));
+#elif defined(__AVX2__)
+    return reinterpret_cast<Words>(_mm256_cvtepu16_epi32(load<__m128i>(from)));
+#else
+    return __builtin_convertvector(load<HalfWords>(from), Words);
+#endif
   }
 };
 struct FromF16 {
@@ -91,8 +99,9 @@ UNISONO_INLINE Floats floats_at(const float* from) {
   return load<Floats>(reinterpret_cast<const char*>(from));
 }
 
-// The panel of columns [at, at + width).
-template <class F, size_t rows, bool keeps = false>
+// The panel of columns [at, at + width). `simple`: it is one chain and asks for nothing ahead; products of few rows are
+// made of very short ones.
+template <class F, size_t rows, bool simple, bool keeps = false>
 UNISONO_INLINE void one_panel(const Tile& t, const char* b, size_t at) {
   constexpr size_t size = sizeof(typename F::Stored);
   Floats left[rows], right[rows];
@@ -123,26 +132,41 @@ UNISONO_INLINE void one_panel(const Tile& t, const char* b, size_t at) {
     }
     a += rows, b += b_row;
   };
-  size_t k = 0;
-  if (t.ahead_rows) {
-#pragma GCC unroll 16
-    for (size_t i = 0; i < rows; i++) __builtin_prefetch(t.c + at + i * t.c_row, 1, 2);
-    for (size_t l = 0; l < t.nlefts; l++) {
-#pragma GCC unroll 16
-      for (size_t i = 0; i < rows; i++) __builtin_prefetch(t.lefts[l] + at + i * t.left_row, 0, 3);
-    }
+  if constexpr (simple) {
+#pragma GCC unroll 2
+    for (size_t k = 0; k < t.k; k++) step();
+  } else {
     constexpr size_t stretch = 8;
     const char* ahead = t.ahead;
-    const size_t each = (t.ahead_rows * stretch + t.k - 1) / t.k;
-    for (size_t asked = 0; k + stretch <= t.k; k += stretch) {
-      for (size_t r = 0; r < each && asked < t.ahead_rows; r++, asked++, ahead += t.ahead_row)
-        for (size_t by = 0; by < t.ahead_bytes; by += 64) __builtin_prefetch(ahead + by, 0, 2);
+    const size_t each = t.ahead_rows ? (t.ahead_rows * stretch + t.k - 1) / t.k : 0;
+    if (each) {
+#pragma GCC unroll 16
+      for (size_t i = 0; i < rows; i++) __builtin_prefetch(t.c + at + i * t.c_row, 1, 2);
+      for (size_t l = 0; l < t.nlefts; l++) {
+#pragma GCC unroll 16
+        for (size_t i = 0; i < rows; i++) __builtin_prefetch(t.lefts[l] + at + i * t.left_row, 0, 3);
+      }
+    }
+    size_t k = 0, asked = 0;
+    for (size_t end = t.first ? t.first : t.k;; end = t.k) {
+      for (; k + stretch <= end; k += stretch) {
+        for (size_t r = 0; r < each && asked < t.ahead_rows; r++, asked++, ahead += t.ahead_row)
+          for (size_t by = 0; by < t.ahead_bytes; by += 64) __builtin_prefetch(ahead + by, 0, 2);
 #pragma GCC unroll 2
-      for (size_t i = 0; i < stretch; i++) step();
+        for (size_t i = 0; i < stretch; i++) step();
+      }
+#pragma GCC unroll 2
+      for (; k < end; k++) step();
+      if (end == t.k) break;
+#pragma GCC unroll 16
+      for (size_t i = 0; i < rows; i++) {
+        char* const to = reinterpret_cast<char*>(t.before + i * t.left_row + at);
+        store(to, left[i]);
+        store(to + vec_bytes, right[i]);
+        left[i] = right[i] = Floats{};
+      }
     }
   }
-#pragma GCC unroll 2
-  for (; k < t.k; k++) step();
   for (size_t l = 0; l < t.nlefts; l++) {
     const float* const from = t.lefts[l] + at;
 #pragma GCC unroll 16
@@ -172,8 +196,9 @@ void last_panel(const Tile& t, const char* b, size_t at, size_t columns) {
   for (size_t i = 0; t.start && i < rows; i++)
     for (size_t j = 0; j < columns; j++) part[i * width + j] = t.start[i * t.start_row + at + j];
   const size_t left = columns < lanes ? columns : lanes;
-  for (size_t k = 0; k < t.k; k += stretch) {
-    const size_t some = t.k - k < stretch ? t.k - k : stretch;
+  for (size_t k = 0, some; k < t.k; k += some) {
+    const size_t rest = (k < t.first ? t.first : t.k) - k;
+    some = rest < stretch ? rest : stretch;
     for (size_t i = 0; i < some; i++) {
       const char* from = b + (k + i) * t.b_row * size;
       char* to = reinterpret_cast<char*>(held + i * width);
@@ -181,10 +206,13 @@ void last_panel(const Tile& t, const char* b, size_t at, size_t columns) {
       store(to + vec_bytes, wide_part<F>(from + lanes * size, columns - left));
     }
     Tile inner = t;
-    inner.k = some, inner.a = t.a + k * rows, inner.b_row = width, inner.c = part, inner.c_row = width;
+    inner.k = some, inner.first = 0, inner.a = t.a + k * rows, inner.b_row = width, inner.c = part, inner.c_row = width;
     inner.start = part, inner.start_row = width;
     inner.nlefts = 0, inner.bias = nullptr, inner.ahead_rows = 0;
-    one_panel<FromF32, rows>(inner, reinterpret_cast<const char*>(held), 0);
+    one_panel<FromF32, rows, true>(inner, reinterpret_cast<const char*>(held), 0);
+    if (k + some != t.first) continue;
+    for (size_t i = 0; i < rows; i++)
+      for (size_t j = 0; j < columns; j++) t.before[i * t.left_row + at + j] = std::exchange(part[i * width + j], 0.0f);
   }
   for (size_t i = 0; i < rows; i++)
     for (size_t j = 0; j < columns; j++) {
@@ -199,7 +227,10 @@ void tile_of(const Tile& t) {
   constexpr size_t size = sizeof(typename F::Stored);
   const char* b = static_cast<const char*>(t.b);
   size_t at = 0;
-  for (; at + width <= t.columns; at += width, b += t.b_panel * size) one_panel<F, rows>(t, b, at);
+  if (t.first || t.ahead_rows)
+    for (; at + width <= t.columns; at += width, b += t.b_panel * size) one_panel<F, rows, false>(t, b, at);
+  else
+    for (; at + width <= t.columns; at += width, b += t.b_panel * size) one_panel<F, rows, true>(t, b, at);
   if (at < t.columns) last_panel<F, rows>(t, b, at, t.columns - at);
 }
 
@@ -211,7 +242,7 @@ void tile_rows(const Tile& t) {
 
 template <class F, size_t rows>
 void packing_tile_rows(const Tile& t) {
-  if (t.rows == rows) return one_panel<F, rows, true>(t, static_cast<const char*>(t.b), 0);
+  if (t.rows == rows) return one_panel<F, rows, false, true>(t, static_cast<const char*>(t.b), 0);
   if constexpr (rows > 1) packing_tile_rows<F, rows - 1>(t);
 }
 
@@ -316,6 +347,6 @@ void pack_columns(const Matrix& from, size_t rows, size_t columns, size_t readab
 
 #define UNISONO_JOIN_(a, b) a##b
 #define UNISONO_JOIN(a, b) UNISONO_JOIN_(a, b)
-constinit const GemmTable UNISONO_JOIN(gemm_, UNISONO_ISA) = {most_rows, width, together, tile, pack, pack_columns};
+constinit const GemmTable UNISONO_JOIN(gemm_, UNISONO_ISA) = {most_rows, width, tile, pack, pack_columns};
 
 }  // namespace unisono

@@ -11,13 +11,15 @@ constexpr size_t kFewRows = 4;  // up to here b is read where it is
 
 // A few rows of c: the product of rows of a (float32, packed: the rows' numbers of one k side by side) and columns of
 // b, float32 or, with few rows, of any dtype. Every element is one chain of fused multiply-adds in the order of k, from
-// zero or from `start`; then the `lefts` are joined, left + sum, one after the other; then the bias is added. Columns
-// come in panels of the table's width; the last may be narrower.
+// zero or from `start`; then the `lefts` are joined, left + sum, one after the other; then the bias is added. With
+// `first` it is two chains, of which the first is the first of the lefts. Columns come in panels of the table's width;
+// the last may be narrower.
 //
 // Meanwhile `ahead_rows` rows of what is packed next, `ahead_bytes` long each, are asked for from memory.
 struct Tile {
   size_t rows;  // 1 to the table's most
   size_t k;
+  size_t first;  // how many of k the first chain has; 0: there is one chain
   const float* a;
   const void* b;
   DType b_type;
@@ -31,6 +33,7 @@ struct Tile {
   size_t start_row;
   const float* const* lefts;
   size_t nlefts, left_row;
+  float* before;      // the first of the lefts, where the first chain's sum is put
   const float* bias;  // null: none
   const char* ahead;
   size_t ahead_row, ahead_rows, ahead_bytes;
@@ -38,7 +41,6 @@ struct Tile {
 
 struct GemmTable {
   size_t rows, columns;  // the most rows of a tile, the columns of a panel
-  size_t together;       // panels that are packed at a time, so that rows of b are read in longer stretches
   void (*tile)(const Tile&);
   // k rows of whole panels of b as float32, panel after panel; b.col is 1.
   void (*pack)(const Matrix& b, size_t k, size_t panels, float* to);
