@@ -31,17 +31,3 @@ def numbers(group):
 @pytest.mark.parametrize("size", [4])
 def test_numbers_of_subgroups(pool, size):
     assert pool.run(numbers) == [(0, 1, True, 8.0)] * size
-
-
-def shrunk(group):
-    with over_hosts(group, LAYOUTS["2+2"]) as over:
-        with pytest.raises(ValueError, match="cannot shrink"):
-            over.shrink()
-        tensor = torch.ones(4)
-        over.all_reduce(tensor)
-        return tensor[0].item()
-
-
-@pytest.mark.parametrize("size", [4])
-def test_shrink_is_refused(pool, size):
-    assert pool.run(shrunk) == [4.0] * size

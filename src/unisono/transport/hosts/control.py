@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 0.025
 _NOTICE_BYTES = 1024
-_BYE_S = 1.0  # how long close waits for the other leaders' answers
+BYE_S = 1.0  # how long close waits for the other leaders' answers
 # Numbers of core/base/status.h.
 MISMATCH, PEER_LOST, TIMEOUT, ABORTED, INTERRUPTED, CLOSED, FORKED = 1, 2, 3, 4, 5, 6, 7
 _LINE_BYTES = 175  # of the core's abort line
@@ -156,11 +156,11 @@ class Control:
             except Exception:
                 return
 
-    def leave(self, calls: int, why: str) -> None:
+    def leave(self, calls: int, why: str, wait_s: float) -> None:
         """Says goodbye and waits a moment for the answers, so that nobody waits in gloo when the process ends."""
         self._closing = True
         self.tell({"kind": "bye", "calls": calls, "why": why})
-        end = time.monotonic() + _BYE_S
+        end = time.monotonic() + wait_s
         me = threading.current_thread()
         for reader in self._readers.values():
             if reader is not me:

@@ -24,12 +24,14 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from ... import _core
 from ...base import settings
-from ...base.addresses import addresses, choose_address
+from ...base.addresses import address_of, addresses, choose_address
 from ...base.errors import CollectiveTimeoutError, MismatchError, SystemCallError, lines_of_ranks, with_facts
 from ...group import rendezvous
 from .engine import gloo_interfaces, open_engine
 from .layout import Layout
 from .links import MOST_CONTEXTS
+from .presence import Listener
+from .survivors import Survival
 from .transport import HostsTransport
 
 
@@ -79,10 +81,26 @@ def join(
     layout = Layout(rank, hosts, [views[h[0]]["host"] for h in hosts])
     other = next(h[0] for h in hosts if rank not in h)
     address = choose_address(views[rank]["addresses"], views[other]["addresses"])
+    listening = _listen(store, rank, address)
     left_s = max(1.0, deadline_s - time.monotonic())
     engine = open_engine(settings.hosts_engine, PrefixStore("engine", store), rank, size, address, left_s)
-    wide = settings.hosts_fp32
-    return HostsTransport(comm, layout, engine, 0, list(range(size)), name, identity, timeout_s, wide)
+    survival = None
+    if listening is not None:  # all have shown theirs before they had the engine
+        shown = store.multi_get([f"listener/{r}" for r in range(size)])
+        places = [(str(at), int(port)) for at, port in map(json.loads, shown)]
+        survival = Survival(identity, rank, [p.rank for p in plans], places, plans[rank].place, listening)
+    numbers, wide = list(range(size)), settings.hosts_fp32
+    return HostsTransport(comm, layout, engine, 0, numbers, name, identity, timeout_s, wide, survival)
+
+
+def _listen(store: Store, rank: int, address: str) -> Listener | None:
+    """This rank's listener for the case that the group shrinks, shown to all; MPI ends all ranks when one dies."""
+    if settings.hosts_engine == "mpi":
+        return None
+    named = gloo_interfaces() if settings.hosts_engine == "gloo" else []
+    listener = Listener((address_of(named[0]) if named else "") or address)
+    store.set(f"listener/{rank}", json.dumps(listener.place))
+    return listener
 
 
 def _publish(store: Store, rank: int, size: int, near: list[int], name: str, deadline_s: float) -> list[dict[str, Any]]:
@@ -90,7 +108,7 @@ def _publish(store: Store, rank: int, size: int, near: list[int], name: str, dea
     mine = {"near": near, "addresses": addresses(), "host": socket.gethostname(), "settings": _shown_settings()}
     store.set(f"host/{rank}", json.dumps(mine))
     keys = [f"host/{r}" for r in range(size)]
-    if not rendezvous.wait_for(store, keys, deadline_s):
+    if not rendezvous.wait_for(store, keys, deadline_s, name):
         late = [r for r in range(size) if not store.check([keys[r]])]
         error = CollectiveTimeoutError(f'group "{name}": ranks {late} did not say which host they are on')
         raise with_facts(error, "join", name, rank, late)
@@ -119,12 +137,13 @@ rendezvous.join_hosts = join
 
 
 def split(
-    parent: HostsTransport, members: Sequence[int], contexts: Sequence[int], rank: int, name: str, id: int,
-    timeout_s: float,
+    parent: HostsTransport, members: Sequence[int], contexts: Sequence[int], ports: Sequence[int], rank: int,
+    listener: Listener | None, name: str, id: int, timeout_s: float,
 ) -> _core.Communicator | HostsTransport:  # fmt: skip
     """A group of some ranks of another: of one host only, then it is one of shared memory, or over the same engine.
 
     ``contexts`` are the highest that each member has seen on the engine: the new group's is one more than all of them.
+    ``ports`` are the members' listeners for this group, at the addresses they have in the other.
     Groups inside a host need none. Numbers of closed groups are not used again: gloo remembers the receives that were
     posted for them, and would give a later message of the same tag to one of those.
     """
@@ -141,14 +160,21 @@ def split(
     places = [layout.mine.index(members[i]) for i in near]
     comm = _split_inside(parent.comm, places, near.index(rank), name, id, timeout_s)
     if len(near) == len(members):
+        if listener is not None:
+            listener.close()  # the core has its own way to shrink
         return comm
     hosts: dict[int, list[int]] = {}
     for i, r in enumerate(members):
         hosts.setdefault(layout.host_of[r], []).append(i)
     child = Layout(rank, list(hosts.values()), [layout.names[h] for h in hosts])
     numbers = [parent.links.numbers[r] for r in members]
+    survival = None
+    if listener is not None and parent.survival is not None:
+        of_parent = parent.survival
+        at = [(of_parent.places[r][0], port) for r, port in zip(members, ports, strict=True)]
+        survival = Survival(id, rank, [of_parent.names[r] for r in members], at, of_parent.place, listener)
     wide = parent.wide_sums
-    return HostsTransport(comm, child, engine, engine.contexts, numbers, name, id, timeout_s, wide)
+    return HostsTransport(comm, child, engine, engine.contexts, numbers, name, id, timeout_s, wide, survival)
 
 
 def _split_inside(
