@@ -11,6 +11,7 @@ and it gives the communicator inside the host up, which ends waits there.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -22,9 +23,10 @@ import torch
 
 from ...base.errors import UnisonoError, make_error
 from ...base.fork import fork_lock
-from .links import CONTROL, read_bytes, write_bytes
+from .links import CONTROL, Links, read_bytes, write_bytes
 
 if TYPE_CHECKING:
+    from .layout import Layout
     from .state import HostsGroup
 
 _LOOK_EVERY_S = 0.025
@@ -149,6 +151,10 @@ class Control:
                 return
             if transport is not None:
                 transport.hear(what)
+            if what["kind"] == "absent":  # it has no group that would say goodbye
+                self._headers[leader].end()
+                self._said_bye.add(leader)
+                return
             del transport
             notice.zero_()
             try:
@@ -165,6 +171,16 @@ class Control:
         for reader in self._readers.values():
             if reader is not me:
                 reader.join(max(0.0, end - time.monotonic()))
+
+
+def tell_absence(links: Links, layout: Layout, why: str) -> None:
+    """For a leader that has not come into a new group: the others have, and shall not wait for its first message."""
+    notice = torch.zeros(_NOTICE_BYTES, dtype=torch.uint8)
+    write_bytes(notice, 0, _written({"kind": "absent", "rank": layout.rank, "why": why[:400]}))
+    for host in layout.others:
+        with contextlib.suppress(Exception):  # the connection is gone, as this rank may be soon
+            sent = links.send(notice, layout.leader(host), links.tag(CONTROL))
+            links.engine.farewells.append((sent, notice))
 
 
 # -- one thread of the process that looks after the hosts' insides

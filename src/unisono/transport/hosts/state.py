@@ -410,6 +410,9 @@ class HostsGroup:
             self.fail(Cause(what["code"], tuple(what["peers"]), what["text"]), tell=False)
         elif what["kind"] == "left":
             self.has_left(dict.fromkeys(what["ranks"], what["calls"]), what["why"])
+        elif what["kind"] == "absent":
+            r = what["rank"]
+            self.fail(Cause(ABORTED, (r,), f"{self.layout.words(r)} {what['why']}"))
         elif what["kind"] == "shrinks":
             self._hear_shrinking(what["ranks"], what["calls"], tell=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -301,9 +302,10 @@ class HostsTransport(HostsGroup):
         """The highest number of a group that this rank knows, and the port of its listener for the new one."""
         port = 0
         if self.survival is not None:
-            listener = Listener(self.survival.places[self.rank][0])
-            port = listener.place[1]
-            self._listeners[port] = listener
+            with contextlib.suppress(OSError):  # without one the new group cannot shrink: better than none
+                listener = Listener(self.survival.places[self.rank][0])
+                port = listener.place[1]
+                self._listeners[port] = listener
         return port << 32 | self.links.engine.contexts
 
     def drop_block(self, offset: int, rank: int, reason: str | None, /) -> None:
