@@ -69,7 +69,7 @@ class HostsGroup:
         self.name, self.id, self.timeout_s = name, id, timeout_s
         self.wide_sums = wide_sums  # UNISONO_HOSTS_FP32, as all ranks had it when they joined
         self.links = Links(engine, context, id, numbers, layout.rank)
-        self.small_bytes = most_small(layout, engine)
+        self.small_bytes = most_small(layout.count, layout.lanes, engine.eager_bytes)
         self._checker = _core.Communicator(layout.rank, layout.size)
         self._watch = c_int64()  # counts what was heard
         self._pid = os.getpid()
