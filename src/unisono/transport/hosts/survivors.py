@@ -29,7 +29,6 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -45,9 +44,9 @@ from ...base.errors import (
     make_argument_error,
     with_facts,
 )
-from ...group import rendezvous
 from .control import FORKED, PEER_LOST, Cause
 from .presence import Listener, Place, Presence, connect
+from .rejoining import Joining, Plan
 
 if TYPE_CHECKING:
     from .layout import Layout
@@ -56,7 +55,6 @@ _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
 _DIFFER_S = 2.0  # one whose time ran out may name others, and the rest soon will too
 _TELL_LATE_S = 0.5
 _STAYS_S, _DYING_S = 0.03, 2.0
-_STORE_S = 300.0  # what torch's stores wait for a key
 _DEATH_SHOWS_S = 1.0  # joining failed: by then it is known whether that was because somebody died
 _NO_OFFER = json.dumps({"wanted": []})  # in place of one that was taken back
 SHRUNK = "was shrunk"  # why a survivor leaves the old group
@@ -267,11 +265,12 @@ class _Shrinking:
         keys.set(self._failed_key(number), f"rank {self._me} does not join the smaller group")
 
     def _failed_key(self, number: int) -> str:
-        return f"{number}/group/unisono/{self._new_name}/1/failed"  # as rendezvous.meet has it
+        return f"{number}/group/unisono/{self._key}/1/failed"  # as rendezvous.meet has it
 
     @property
-    def _new_name(self) -> str:
-        return f"{self._survival.lineage:x}"  # the same for all, whichever group they count from
+    def _key(self) -> str:
+        """What all call the new group while they join, whichever group they count from."""
+        return f"{self._survival.lineage:x}"
 
     # -- offer and verdict
 
@@ -395,7 +394,9 @@ class _Shrinking:
 
         It is no longer waited for once one of them has gone or given up.
         """
-        joining = _Joining(self, at, names)
+        new_name, survival = f"{self._name}/shrunk", self._survival
+        plan = Plan(names, self._me, self._key, new_name, survival.place, self._timeout_s, self._deadline_s)
+        joining = Joining(PrefixStore(f"{at.number}/group", at.apart), plan)
         threading.Thread(target=joining.run, name="unisono-join", daemon=True).start()
         self.late = []
         try:
@@ -423,7 +424,7 @@ class _Shrinking:
             time.sleep(_LONGEST_NAP_S)
         raise error
 
-    def _look_at_joining(self, at: _Round, names: list[int], joining: _Joining) -> None:
+    def _look_at_joining(self, at: _Round, names: list[int], joining: Joining) -> None:
         try:
             is_over = at.keys.check([self._failed_key(at.number)])
             if at.is_decider and not is_over:
@@ -464,98 +465,3 @@ class _Nap:
         self._work.check_time()
         time.sleep(self._nap_s)
         self._nap_s = min(1.5 * self._nap_s, _LONGEST_NAP_S)
-
-
-class _Joining:
-    """The making of the new group, in a thread that may be left alone: gloo connects in C++."""
-
-    def __init__(self, work: _Shrinking, at: _Round, names: list[int]) -> None:
-        self.ended = threading.Event()
-        self.made: Any = None
-        self.error: Exception | None = None
-        self.is_joined = False  # the barrier is left to do
-        self._work, self._names = work, names
-        self.store = _UntilAbandoned(PrefixStore(f"{at.number}/group", at.apart))
-        self._lock = threading.Lock()
-
-    @property
-    def _is_abandoned(self) -> bool:
-        return self.store.is_abandoned
-
-    def run(self) -> None:
-        work, names = self._work, self._names
-        try:
-            made = rendezvous.meet(
-                self.store, names.index(work._me), len(names), names, work._new_name, work._timeout_s,
-                work._deadline_s, work._survival.place,
-            )  # fmt: skip
-            with self._lock:
-                self.made, self.is_joined = made, True
-                is_abandoned = self._is_abandoned
-            if is_abandoned:
-                self._drop()
-                return
-            made.rename(f"{work._name}/shrunk")
-            made.barrier(max(0.001, work._deadline_s - time.monotonic()), False)
-            with self._lock:
-                if not self._is_abandoned:
-                    self.ended.set()
-                    return
-            self._drop()
-        except Exception as error:
-            self._drop()
-            self.error = None if self._is_abandoned else error
-            self.ended.set()
-
-    def _drop(self) -> None:
-        with self._lock:
-            made, self.made = self.made, None
-        if made is not None:
-            made.close("did not join the smaller group", 0.0)
-
-    def abandon(self) -> None:
-        """Nobody asks for the group any more."""
-        with self._lock:
-            self.store.is_abandoned = True
-            made = self.made
-        if made is not None:
-            with contextlib.suppress(UnisonoError):
-                made.abort("another rank did not join the smaller group")
-
-
-class _UntilAbandoned(Store):
-    """A store for joining, also for gloo's: its waits end when the joining is abandoned."""
-
-    def __init__(self, store: Store) -> None:
-        super().__init__()
-        self._store = store
-        self.is_abandoned = False
-
-    def wait(self, keys: list[str], limit: timedelta | None = None) -> None:
-        end = time.monotonic() + (_STORE_S if limit is None else limit.total_seconds())
-        while not self.check(keys):
-            if time.monotonic() > end:
-                raise RuntimeError(f"the store has no {keys}")
-            time.sleep(_SHORTEST_NAP_S)
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._store.get(key)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        self.wait(keys)
-        return self._store.multi_get(keys)
-
-    def check(self, keys: list[str]) -> bool:
-        if self.is_abandoned:
-            raise RuntimeError("the smaller group is not asked for any more")
-        return self._store.check(keys)
-
-    def set(self, key: str, value: Any) -> None:
-        self._store.set(key, value)
-
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(key, amount)
-
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        return self._store.compare_set(key, expected, desired)
