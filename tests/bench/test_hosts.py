@@ -12,6 +12,7 @@ from unisono.bench.command import make_parser
 from unisono.bench.host_bytes import must_leave
 from unisono.bench.hosts import Layout, parse_hosts, parse_rate
 from unisono.testing.hosts import why_not
+from unisono.transport.hosts import agreement, engine
 
 GIGA = 10**9
 
@@ -103,6 +104,20 @@ def test_the_fit_finds_the_constants():
         assert found[who].call == pytest.approx(model.call, rel=0.05)
         assert found[who].share == pytest.approx(model.share, rel=0.05)
         assert scale.errors(found, unseen, who) == pytest.approx([1.0] * len(scale.errors(found, unseen, who)), rel=0.1)
+
+
+@pytest.mark.parametrize("op", scale.OPS)
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "most"), [(2, 1, 1 << 20), (2, 2, 1 << 20), (2, 8, 1 << 18), (3, 2, 1 << 16)]
+)
+def test_what_the_model_takes_for_one_message_is_the_transports(op, hosts, ranks, most):
+    """Up to there one message to each other host, beyond it pieces."""
+    assert agreement.most_small(hosts, ranks, engine.GLOO_EAGER_BYTES) == most
+    one, more = (scale.Setting(op, size, hosts, ranks, GIGA).ours() for size in (most, most + 1))
+    assert one.messages == hosts - 1 < more.messages
+    if hosts == 2:
+        assert one.wire_bytes == pytest.approx(more.wire_bytes, rel=0.01)
+        assert one.near_bytes == pytest.approx(more.near_bytes, rel=0.01)
 
 
 def test_a_wrong_model_is_noticed():

@@ -155,7 +155,9 @@ def dying_on_cue(line: Line, group: Any) -> None:
         import signal
         import threading
 
-        delay_s = random.Random(line.options["seed"] * 100 + line.rank).uniform(0.0, 0.004)
+        delay_s = random.Random(line.options["seed"] * 100 + line.rank).uniform(
+            0.0, line.options.get("within_s", 0.004)
+        )
         threading.Thread(
             target=lambda: (time.sleep(delay_s), os.kill(os.getpid(), signal.SIGKILL)), daemon=True
         ).start()

@@ -157,6 +157,41 @@ def test_killed(victims, tmp_path):
         assert since < BOUND_S and closing < CLOSE_S
 
 
+def until_shrunk(victims):
+    """Survivors of a death in a large call go on, without the store if that was of the dead."""
+    group = unisono.Group.from_env(timeout_s=50.0)
+    kept = unisono.zeros(100).fill_(group.rank)
+    unisono.keep("rank", kept)
+    group.barrier()
+    try:
+        for i in range(100_000):
+            if group.rank in victims and i == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            group.all_reduce(torch.ones(400_000))
+    except unisono.UnisonoError:
+        new, lost = group.shrink()
+    tensor = torch.full((400_000,), float(group.rank))
+    new.all_reduce(tensor)
+    inherited = []
+    for rank in lost:
+        try:
+            inherited.append(new.inherit(rank)["rank"].tensor[0].item())
+        except ValueError as error:
+            assert "another host" in str(error)
+            inherited.append(None)
+    new.close()
+    return new.ranks, lost, tensor[0].item(), inherited
+
+
+@pytest.mark.parametrize("victims", [[3], [0], [2, 3]], ids=["a rank", "rank 0", "a host"])
+def test_shrink(victims):
+    said = run_on_hosts([2, 2], until_shrunk, victims, check=False)
+    survivors = [r for r in range(4) if r not in victims]
+    for rank in survivors:
+        inherited = [float(v) if v // 2 == rank // 2 else None for v in victims]
+        assert said[rank] == (survivors, victims, float(sum(survivors)), inherited)
+
+
 @pytest.mark.parametrize("fault", ["cut", "silence"])
 def test_a_link_that_is(fault, tmp_path):
     path = str(tmp_path / "at")

@@ -44,6 +44,12 @@ def choose_address(mine: Sequence[str], theirs: Sequence[str]) -> str:
     return mine[0] if mine else "127.0.0.1"
 
 
+def address_of(interface: str) -> str:
+    """The address of an interface; empty if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return _address_of(probe, interface)
+
+
 def interface_of(address: str) -> str:
     """The interface that has an address; empty if none has."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

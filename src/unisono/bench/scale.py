@@ -28,10 +28,11 @@ from pathlib import Path
 
 import torch
 
+from ..transport.hosts.agreement import SMALL_BYTES, most_small
+from ..transport.hosts.bulk import PIECE_BYTES
+from ..transport.hosts.engine import GLOO_EAGER_BYTES
 from .table import show_bytes, show_us
 
-SMALL_BYTES = 64 << 10  # up to here data goes with the request: one message to each other host, with all of it
-PIECE_BYTES = 1 << 20  # of a lane
 OURS, RING = "unisono", "flat ring"
 OPS = ("all_reduce", "all_gather", "reduce_scatter")
 STEPS = 30
@@ -69,11 +70,13 @@ class Setting:
             "all_gather": max(others * largest, size - largest),
             "reduce_scatter": max(others * largest, size - largest),
         }[self.op]
-        if size <= SMALL_BYTES:
-            return Work(others, others * size if self.op == "all_reduce" else moved, 0.0, self.crowd)
+        near = self._near(self.ranks * size + moved)
+        if size <= most_small(h, self.ranks, GLOO_EAGER_BYTES):  # one message to each other host, with all of it
+            moved = others * size if self.op == "all_reduce" else moved
+            # Of the smallest, what the CPUs do with their bytes is nothing beside the call.
+            return Work(others, moved, near if size > SMALL_BYTES else 0.0, self.crowd)
         pieces = math.ceil((size if self.op == "all_reduce" else largest) / self.ranks / PIECE_BYTES)
         rounds = 2 if self.op == "all_reduce" and h > 2 else 1
-        near = self._near(self.ranks * size + moved)
         return Work(others + rounds * others * pieces, moved, near, self.crowd)
 
     def ring(self) -> Work:

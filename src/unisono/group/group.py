@@ -65,7 +65,8 @@ class Group(Verbs):
         self.timeout_s = timeout_s
         self._store = store
         self._splits = Counter()
-        self._estates: dict[int, _core.Estate] = {}
+        self._estates: dict[int, _core.Estate | str] = {}  # of lost ranks; for those of other hosts, where they were
+        self._survival: Any = getattr(comm, "survival", None)  # how a group over hosts shrinks
         _open_groups.add(self)
         _by_key[self.key] = self
 
@@ -205,9 +206,10 @@ class Group(Verbs):
     def _shrink(self, exclude: Sequence[int], timeout_s: Seconds, strict: bool) -> tuple[Group, list[int]]:
         limit = self.timeout_s if timeout_s is None else timeout_s
         comm, found = survivors.agree(self, exclude, limit, strict)
+        self._survival = None  # the new group's now
         self._leave("was shrunk", 0.0)
         new = Group(comm, [self.ranks[r] for r in found.members], self.timeout_s)
-        new._estates = found.estates
+        new._estates, new._survival = found.estates, found.survival
         return new, sorted(found.estates)
 
     def inherit(self, rank: int) -> dict[str, Inherited]:
@@ -221,7 +223,10 @@ class Group(Verbs):
         """
         if rank not in self._estates:
             raise ValueError(f"argument 'rank' must be one of the lost ranks {sorted(self._estates)}, got {rank}")
-        return survivors.read_estate(self, rank, self._estates[rank])
+        estate = self._estates[rank]
+        if isinstance(estate, str):
+            raise ValueError(f"{estate} was on another host: what it kept can be read by ranks of that host only")
+        return survivors.read_estate(self, rank, estate)
 
     def close(self) -> None:
         """Leaves the group. Pending calls end with an error, the others learn that this rank left. Twice is fine."""
@@ -229,9 +234,12 @@ class Group(Verbs):
 
     def _leave(self, reason: str, linger_s: float) -> None:
         comm, self.transport = self.transport, _Closed(self)  # type: ignore[assignment]
+        survival, self._survival = self._survival, None
         _open_groups.discard(self)
         if not isinstance(comm, _Closed):
             comm.close(reason, linger_s)
+        if survival is not None:
+            survival.close()
 
     def abort(self, reason: str = "") -> None:
         """Gives the group up on all ranks: whoever waits in it, or calls it later, gets AbortedError.

@@ -105,12 +105,14 @@ def place_of(rank: int) -> str:
 
 
 def meet(
-    store: Store, rank: int, size: int, members: Sequence[int] | None, name: str, timeout_s: float, deadline_s: float
-) -> Any:
+    store: Store, rank: int, size: int, members: Sequence[int] | None, name: str, timeout_s: float, deadline_s: float,
+    place: str = "",
+) -> Any:  # fmt: skip
     """Joins the group ``name``; every rank calls this with the same store, size, members and name.
 
     ``members`` are the numbers the ranks have elsewhere, 0 … size-1 if None; errors call the ranks by them. Joining
-    ends at ``deadline_s``, of time.monotonic(); ``timeout_s`` is the limit of later calls.
+    ends at ``deadline_s``, of time.monotonic(); ``timeout_s`` is the limit of later calls. ``place`` is what this rank
+    has said before of where it is.
     """
     check_rank("rank", rank, size)
     numbers = list(range(size)) if members is None else numbers_elsewhere("ranks", members, size)
@@ -123,7 +125,7 @@ def meet(
     except UnisonoError as error:  # no memory for a heap, or the system refuses one
         store.set(f"{prefix}/failed", f"rank {me} cannot join: {error}")
         raise
-    mine = Plan(VERSION, size, numbers, me, listener.name, secrets.token_hex(16), place_of(me))
+    mine = Plan(VERSION, size, numbers, me, listener.name, secrets.token_hex(16), place or place_of(me))
     first = Plan.read(store.compare_set(f"{prefix}/plan", "", mine.written()))
     if not set(first.members) & set(numbers):
         # Another group of the same name, as torch makes them: each half of the ranks cuts itself into groups.
@@ -157,10 +159,15 @@ def meet(
     return join_hosts(listener, plans, rank, name, nonce, identity, timeout_s, deadline_s, inner)
 
 
-def wait_for(store: Store, keys: list[str], deadline_s: float) -> bool:
-    """Waits until the store has all keys; False at ``deadline_s``, of time.monotonic()."""
+def wait_for(store: Store, keys: list[str], deadline_s: float, group: str = "") -> bool:
+    """Waits until the store has all keys; False at ``deadline_s``, of time.monotonic().
+
+    Of the keys of a ``group``, by its name, also ``failed`` is heeded.
+    """
     nap_s = _SHORTEST_NAP_S
     while not store.check(keys):
+        if group and store.check(["failed"]):
+            raise SystemCallError(f'group "{group}": {store.get("failed").decode()}')
         if time.monotonic() > deadline_s:
             return False
         time.sleep(nap_s)

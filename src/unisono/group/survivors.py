@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +23,8 @@ class Survivors:
 
     def __init__(self, size: int) -> None:
         self.members = list(range(size))  # by their numbers in the group that shrinks
-        self.estates: dict[int, _core.Estate] = {}
+        self.estates: dict[int, _core.Estate | str] = {}
+        self.survival: Any = None  # of a group over hosts: how it shrinks again
 
 
 def agree(group: Group, exclude: Sequence[int], limit_s: float, strict: bool) -> tuple[_core.Communicator, Survivors]:
@@ -36,8 +37,10 @@ def agree(group: Group, exclude: Sequence[int], limit_s: float, strict: bool) ->
     found = Survivors(group.size)
     excluded = sorted(set(read_ranks("exclude", exclude)))
     comm = group.transport
-    if not hasattr(comm, "agree"):
-        raise ValueError(f'group "{group.name}" cannot shrink: that takes ranks of one host on shared memory')
+    if not hasattr(comm, "agree") and group._survival is None:
+        raise ValueError(f'group "{group.name}" cannot shrink: its engine between hosts ends all ranks when one dies')
+    if group._survival is not None:
+        return _agree_over_hosts(group, excluded, limit_s, strict)
     rounds = 0
     while True:
         members, numbers = _agree_once(comm, excluded, max(0.001, deadline - time.monotonic()))
@@ -58,6 +61,18 @@ def agree(group: Group, exclude: Sequence[int], limit_s: float, strict: bool) ->
         except (PeerLostError, AbortedError):
             continue  # another one is gone: the new group shrinks too
         return comm, found
+
+
+def _agree_over_hosts(group: Group, excluded: list[int], limit_s: float, strict: bool) -> tuple[Any, Survivors]:
+    """The same over hosts, or on one that was left of several: see transport/hosts/survivors.py."""
+    found = Survivors(group.size)
+    comm: Any = group.transport
+    made, found.survival, found.members, found.estates = group._survival.shrink(
+        comm, excluded, group.name, limit_s, group.timeout_s, strict
+    )
+    if hasattr(comm, "survival"):
+        comm.survival = None  # the new group's now: closing the old one shall not end it
+    return made, found
 
 
 def _agree_once(comm: _core.Communicator, excluded: list[int], limit_s: float) -> tuple[list[int], list[int]]:

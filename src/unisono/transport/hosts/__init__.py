@@ -6,6 +6,9 @@
     links       messages of one call between hosts, and how one notices that they have come
     waiting     how one waits for that, asleep if it takes long
     control     who died, left or gave up, told to every host
+    presence    whether a rank is still there, asked by those that shrink a group
+    survivors   how they agree on who is left
+    rejoining   how those make a new group, also if one dies meanwhile
     agreement   how a call begins: all ranks compare what they were asked for
     small       small calls, which are over with that
     bulk        large calls: steps inside the hosts and bytes between them, in pieces that overlap

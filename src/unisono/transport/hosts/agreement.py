@@ -28,8 +28,6 @@ from ...base.tensors import empty
 from .links import HEADER, Memory, Word
 
 if TYPE_CHECKING:
-    from .engine import Engine
-    from .layout import Layout
     from .state import HostsGroup
 
 SMALL_BYTES = 64 << 10  # up to here data travels with the requests, whatever the layout
@@ -53,15 +51,15 @@ def record_room(size: int) -> int:
     return _RECORD_BYTES + 16 * size
 
 
-def most_small(layout: Layout, engine: Engine) -> int:
+def most_small(hosts: int, lanes: int, eager_bytes: int) -> int:
     """Up to how many bytes the data of a call travels with the requests.
 
     A large call waits for the requests of the other hosts before it sends anything, and for acknowledgements at its
     end. Between two hosts the same bytes can go with the requests; between more, an all_reduce would send too many.
     """
-    if layout.count > 2:
+    if hosts > 2:
         return SMALL_BYTES
-    return max(SMALL_BYTES, min(engine.eager_bytes, _LEADER_BYTES // layout.lanes))
+    return max(SMALL_BYTES, min(eager_bytes, _LEADER_BYTES // lanes))
 
 
 def _most_data(transport: HostsGroup) -> int:

@@ -11,6 +11,7 @@ and it gives the communicator inside the host up, which ends waits there.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -22,14 +23,15 @@ import torch
 
 from ...base.errors import UnisonoError, make_error
 from ...base.fork import fork_lock
-from .links import CONTROL, read_bytes, write_bytes
+from .links import CONTROL, Links, read_bytes, write_bytes
 
 if TYPE_CHECKING:
+    from .layout import Layout
     from .state import HostsGroup
 
 _LOOK_EVERY_S = 0.025
 _NOTICE_BYTES = 1024
-_BYE_S = 1.0  # how long close waits for the other leaders' answers
+BYE_S = 1.0  # how long close waits for the other leaders' answers
 # Numbers of core/base/status.h.
 MISMATCH, PEER_LOST, TIMEOUT, ABORTED, INTERRUPTED, CLOSED, FORKED = 1, 2, 3, 4, 5, 6, 7
 _LINE_BYTES = 175  # of the core's abort line
@@ -149,6 +151,10 @@ class Control:
                 return
             if transport is not None:
                 transport.hear(what)
+            if what["kind"] == "absent":  # it has no group that would say goodbye
+                self._headers[leader].end()
+                self._said_bye.add(leader)
+                return
             del transport
             notice.zero_()
             try:
@@ -156,15 +162,25 @@ class Control:
             except Exception:
                 return
 
-    def leave(self, calls: int, why: str) -> None:
+    def leave(self, calls: int, why: str, wait_s: float) -> None:
         """Says goodbye and waits a moment for the answers, so that nobody waits in gloo when the process ends."""
         self._closing = True
         self.tell({"kind": "bye", "calls": calls, "why": why})
-        end = time.monotonic() + _BYE_S
+        end = time.monotonic() + wait_s
         me = threading.current_thread()
         for reader in self._readers.values():
             if reader is not me:
                 reader.join(max(0.0, end - time.monotonic()))
+
+
+def tell_absence(links: Links, layout: Layout, why: str) -> None:
+    """For a leader that has not come into a new group: the others have, and shall not wait for its first message."""
+    notice = torch.zeros(_NOTICE_BYTES, dtype=torch.uint8)
+    write_bytes(notice, 0, _written({"kind": "absent", "rank": layout.rank, "why": why[:400]}))
+    for host in layout.others:
+        with contextlib.suppress(Exception):  # the connection is gone, as this rank may be soon
+            sent = links.send(notice, layout.leader(host), links.tag(CONTROL))
+            links.engine.farewells.append((sent, notice))
 
 
 # -- one thread of the process that looks after the hosts' insides

@@ -28,7 +28,7 @@ from ...base.addresses import interface_of
 log = logging.getLogger("unisono")
 
 MOST_FAREWELLS = 1 << 14
-_GLOO_EAGER_BYTES = 1 << 20
+GLOO_EAGER_BYTES = 1 << 20
 _FOR_EVER = timedelta(days=20)
 
 
@@ -74,7 +74,7 @@ class BackendEngine:
 
     def __init__(self, rank: int, make: Callable[[], Sequence[Any]], tells_ends: bool = False) -> None:
         self.tells_ends = tells_ends
-        self.eager_bytes = _GLOO_EAGER_BYTES if tells_ends else 0
+        self.eager_bytes = GLOO_EAGER_BYTES if tells_ends else 0
         self._rank = rank
         self.farewells: deque[Any] = deque(maxlen=MOST_FAREWELLS)
         self.awaited: list[Any] = []

@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from ctypes import addressof, c_int64
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ... import _core
 from ...base.counter import Counter
-from ...base.errors import ClosedError, MismatchError, UnisonoError
+from ...base.errors import AbortedError, ClosedError, MismatchError, SystemCallError, UnisonoError
 from ...base.handle import Handle
 from ...base.processes import process_state
 from ...base.tensors import empty
@@ -30,12 +30,14 @@ from ..pending import ProgressThread
 from ..protocol import Seconds
 from . import bulk, control
 from .agreement import Headers, Slots, most_small
-from .control import ABORTED, CLOSED, FORKED, INTERRUPTED, PEER_LOST, TIMEOUT, Cause, Control
+from .control import ABORTED, BYE_S, CLOSED, FORKED, INTERRUPTED, PEER_LOST, TIMEOUT, Cause, Control
 from .engine import Engine
 from .layout import Layout
 from .links import Bulk, ConnectionLost, Links, Word
 from .messages import Mailbox
+from .presence import Listener
 from .requests import HostsRequest
+from .survivors import SHRUNK, Survival
 from .waiting import Arrivals, is_here
 
 _ADVANCE_EVERY_S = 0.0002
@@ -46,6 +48,8 @@ _DEATHS_TOLD_S = 0.5  # by then every rank has heard of a death
 _TRY_EVERY_S, _LONGEST_TRY_S = 0.25, 1.0  # gloo keeps a note of every try
 _TOLD_AT_ONCE = 64  # ranks in one notice
 _LOST = {True: "left", False: "died"}
+_LEFT_OUT_S = 1.0
+_SHRINKS = "shrinks the group"  # as the core says it
 
 
 class HostsGroup:
@@ -56,15 +60,16 @@ class HostsGroup:
 
     def __init__(
         self, comm: _core.Communicator, layout: Layout, engine: Engine, context: int, numbers: list[int], name: str,
-        id: int, timeout_s: float, wide_sums: bool,
+        id: int, timeout_s: float, wide_sums: bool, survival: Survival | None,
     ) -> None:  # fmt: skip
         self.comm = comm
+        self.survival = survival  # how this group shrinks; None: it cannot
         self.layout = layout
         self.rank, self.size = layout.rank, layout.size
         self.name, self.id, self.timeout_s = name, id, timeout_s
         self.wide_sums = wide_sums  # UNISONO_HOSTS_FP32, as all ranks had it when they joined
         self.links = Links(engine, context, id, numbers, layout.rank)
-        self.small_bytes = most_small(layout, engine)
+        self.small_bytes = most_small(layout.count, layout.lanes, engine.eager_bytes)
         self._checker = _core.Communicator(layout.rank, layout.size)
         self._watch = c_int64()  # counts what was heard
         self._pid = os.getpid()
@@ -80,6 +85,7 @@ class HostsGroup:
         self.failure: Cause | None = None
         self._failed_in = 0
         self._left: dict[int, tuple[int, str]] = {}  # rank -> calls it has made, and why it left
+        self._shrinking: dict[int, int] = {}  # rank -> calls it has made; it makes no more in this group
         self._is_closed = False
         self._turn = threading.RLock()  # one call at a time
         self._order = threading.Lock()
@@ -89,6 +95,7 @@ class HostsGroup:
         self._arrivals = Arrivals(engine)
         self.slots = Slots(self)
         self.mailbox = Mailbox(self)
+        self._listeners: dict[int, Listener] = {}  # by port: for groups that are being split from this one
         self._control = Control(self)
         self._control.start()
         control.watch(self)
@@ -320,6 +327,10 @@ class HostsGroup:
                     words = f"{self.layout.words(r)} left" + (f": {why}" if why else "")
                     self.fail(Cause(PEER_LOST, (r,), words))
                     break
+            for r, calls in list(self._shrinking.items()):
+                if calls < seq:
+                    self.fail(Cause(ABORTED, (r,), f"{self.layout.words(r)} {_SHRINKS}"))
+                    break
         cause = self.failure
         if cause is not None:
             first = not self._failed_in
@@ -366,6 +377,10 @@ class HostsGroup:
                     told = ranks[some : some + _TOLD_AT_ONCE]
                     self._control.tell({"kind": "left", "ranks": told, "calls": self._begun, "why": text[:200]})
             return
+        if code == ABORTED and _SHRINKS in text and Cause.read(text, self.id) is None:
+            if not set(ranks) <= set(self._shrinking):
+                self._hear_shrinking(ranks, self._begun, tell=self.layout.is_leader)
+            return
         self.fail(Cause.read(text, self.id) or self._cause_inside(code, places, text))
 
     def _cause_inside(self, code: int, places: Sequence[int], text: str) -> Cause:
@@ -395,6 +410,11 @@ class HostsGroup:
             self.fail(Cause(what["code"], tuple(what["peers"]), what["text"]), tell=False)
         elif what["kind"] == "left":
             self.has_left(dict.fromkeys(what["ranks"], what["calls"]), what["why"])
+        elif what["kind"] == "absent":
+            r = what["rank"]
+            self.fail(Cause(ABORTED, (r,), f"{self.layout.words(r)} {what['why']}"))
+        elif what["kind"] == "shrinks":
+            self._hear_shrinking(what["ranks"], what["calls"], tell=False)
 
     def lost_leader(self, leader: int, why: str) -> None:
         """The connection to another leader has closed, so it is dead."""
@@ -406,6 +426,45 @@ class HostsGroup:
             for r, n in calls.items():
                 self._left.setdefault(r, (n, why))
         self._watch.value += 1
+
+    def _hear_shrinking(self, ranks: Sequence[int], calls: int, tell: bool) -> None:
+        """Ranks shrink the group: calls that they have made end well for the others, later ones fail."""
+        with self._lock:
+            for r in ranks:
+                self._shrinking.setdefault(r, calls)
+        if tell:
+            self._control.tell({"kind": "shrinks", "ranks": list(ranks[:_TOLD_AT_ONCE]), "calls": calls})
+        self._watch.value += 1
+
+    def stop_for_shrinking(self) -> None:
+        """This rank makes no call in the group any more, and the others learn it."""
+        with self._lock:
+            if self.failure is not None or self._is_closed:
+                return
+            if self.layout.is_leader:
+                self._control.tell({"kind": "shrinks", "ranks": [self.rank], "calls": self._done})
+            with contextlib.suppress(UnisonoError):
+                self.comm.agree([], 0.001)  # tells it inside the host; what is agreed on there does not matter
+            self.failure = Cause(ABORTED, (self.rank,), f"{self.layout.words(self.rank)} {_SHRINKS}")
+        self._watch.value += 1
+        self.mailbox.fail()
+
+    def was_shrunk(self) -> bool:
+        """Whether others have left for a smaller group without this rank."""
+        try:
+            self.comm.agree([], 0.001)
+        except (AbortedError, SystemCallError):  # an offer, or a verdict, without this rank: see leave_out
+            return True
+        except UnisonoError:
+            pass
+        return any(why == SHRUNK for _, why in self._left.values())
+
+    def leave_out(self, ranks: Collection[int]) -> None:
+        """The smaller group is one without these ranks, which may live: those of this host find it in its memory."""
+        places = [place for place, r in enumerate(self.layout.mine) if r in ranks]
+        if places:
+            with contextlib.suppress(UnisonoError):
+                self.comm.agree(places, _LEFT_OUT_S)
 
     def fail(self, cause: Cause, tell: bool = True) -> None:
         """Gives the group up on all ranks; the first cause counts."""
@@ -444,8 +503,11 @@ class HostsGroup:
         self.mailbox.say_farewell(self._done, reason)
         self.mailbox.fail()
         self.comm.close(reason, linger_s)
-        self._control.leave(self._done, reason)
+        # Survivors of a death need not wait: their processes go on, and the dead say no goodbye.
+        self._control.leave(self._done, reason, 0.0 if reason == SHRUNK else BYE_S)
         self._arrivals.close()
+        if self.survival is not None:
+            self.survival.close()
 
 
 def _state_of(pid: int) -> str:

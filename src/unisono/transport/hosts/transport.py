@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from ..protocol import Counts, Factor, Output, Seconds, Tensors, Transport
 from ..spans import spans_of
 from . import bulk, small
 from .agreement import RESULT_AT
+from .presence import Listener
 from .reduction import Reduction
 from .requests import HostsRequest
 from .state import HostsGroup
@@ -297,17 +299,29 @@ class HostsTransport(HostsGroup):
     # -- splitting: blocks are made inside the hosts, see joining.py; what ranks show one another is a number instead
 
     def make_block(self, size: int, /) -> int:
-        return self.links.engine.contexts
+        """The highest number of a group that this rank knows, and the port of its listener for the new one."""
+        port = 0
+        if self.survival is not None:
+            with contextlib.suppress(OSError):  # without one the new group cannot shrink: better than none
+                listener = Listener(self.survival.places[self.rank][0])
+                port = listener.place[1]
+                self._listeners[port] = listener
+        return port << 32 | self.links.engine.contexts
 
     def drop_block(self, offset: int, rank: int, reason: str | None, /) -> None:
-        """Nothing was made."""
+        if (listener := self._listeners.pop(offset >> 32, None)) is not None:
+            listener.close()
 
     def split(
         self, members: Sequence[int], blocks: Sequence[int], rank: int, name: str, id: int, timeout_s: float, /
     ) -> Any:
         from .joining import split
 
-        return split(self, members, blocks, rank, name, id, timeout_s)
+        contexts, ports = [block & 0xFFFF_FFFF for block in blocks], [block >> 32 for block in blocks]
+        listener = self._listeners.get(ports[rank])
+        made = split(self, members, contexts, ports, rank, listener, name, id, timeout_s)
+        self._listeners.pop(ports[rank], None)  # it is the new group's now
+        return made
 
     # -- tensors
 
