@@ -239,8 +239,8 @@ class Block {
   std::atomic<uint32_t>& reads_all() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[8]; }
   // 1 while a thread of its rank sleeps until a message moves, as `asleep` is for the flags of a call.
   std::atomic<uint32_t>& listening() const { return at<std::atomic<uint32_t>>(4 * kLineBytes)[9]; }
-  // How often its rank has told listening ones, itself among them, that a message has moved (Group::wake_listeners). They sleep
-  // on it; it publishes nothing, so relaxed.
+  // How often its rank has told listening ones, itself among them, that a message has moved (Group::wake_listeners).
+  // They sleep on it; it publishes nothing, so relaxed.
   Flag& rings() const { return at<Flag>(4 * kLineBytes)[5]; }
   Flag& flag(Phase phase) const {  // all but descriptor
     return at<FlagLine>(5 * kLineBytes)[static_cast<size_t>(phase)].value;

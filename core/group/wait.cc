@@ -23,11 +23,11 @@ namespace {
 constexpr int kFirstLooks = 100;  // a few microseconds: the usual answer of a rank that is on its way
 constexpr int64_t kMoveEvery = 2'000'000;
 constexpr int64_t kLookEvery = 1'000'000;
-constexpr int64_t kYieldFor = 3'000'000;           // then sleep: a wake-up costs 50 to 100 us, a busy core costs more
-constexpr int64_t kLongYield = 400'000;            // ranks that wait for each other give way much sooner
-constexpr int64_t kRememberFor = 2'000'000'000;    // to find out again costs a neighbour's turn
-constexpr int64_t kLongestSleep = 8'000'000;       // bounds a missed wake-up and the detection of a death
-constexpr int64_t kTellEvery = 20'000'000;         // whether the same ranks are waited for as before
+constexpr int64_t kYieldFor = 3'000'000;         // then sleep: a wake-up costs 50 to 100 us, a busy core costs more
+constexpr int64_t kLongYield = 400'000;          // ranks that wait for each other give way much sooner
+constexpr int64_t kRememberFor = 2'000'000'000;  // to find out again costs a neighbour's turn
+constexpr int64_t kLongestSleep = 8'000'000;     // bounds a missed wake-up and the detection of a death
+constexpr int64_t kTellEvery = 20'000'000;       // whether the same ranks are waited for as before
 constexpr int64_t kCountAfter = 100'000'000, kCountEvery = 50'000'000;
 
 // Written by give_way and read by has_busy_neighbours in any thread of this process, relaxed: a hint on its own.
