@@ -38,6 +38,9 @@ def _remember(tensor: Tensor, work: Work) -> None:
     c10d._register_work(tensor, work)
 
 
+_REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")  # as torch's kernels spell them
+
+
 def _for_our_groups(ours: Callable[..., Any]) -> None:
     """Registers a kernel that takes the calls on groups of ours, and leaves all others to torch's kernel.
 
@@ -50,7 +53,10 @@ def _for_our_groups(ours: Callable[..., Any]) -> None:
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         group = args[-1]  # the last argument of all three operators, but for `out`
-        if groups.adapter_of(_group(group)) is None:
+        # call_boxed keeps the interpreter's lock. gloo's threads may need it while they hold the one that a collective
+        # needs to begin, so only what begins no collective, and what torch refuses, may go that way.
+        is_plain = name != "batch_p2p_ops" and (name == "all_gather_into_tensor_out" or args[1].lower() in _REDUCE_OPS)
+        if not is_plain and groups.adapter_of(_group(group)) is None:
             return torchs.call_boxed(keys, *args, **kwargs)
         return ours(*args, **kwargs)
 
