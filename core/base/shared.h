@@ -1,8 +1,8 @@
 // The words that processes share: flags, lines, and copies of what may change while it is read.
 //
 // A *flag* is a 64-bit number in shared memory with one writer. Its store(release) pairs with a load(acquire) of the
-// reader, so whoever saw the flag sees all that was written before it. Processes share no
-// word that both read and change in one step.
+// reader, so whoever saw the flag sees all that was written before it. No word is read
+// and changed in one step by two processes.
 // A *line* is 128 bytes, two cache lines, so that flags of different writers never share what processors exchange.
 #pragma once
 

@@ -2,8 +2,12 @@
 
 ``_c10d_functional::all_gather_into_tensor_out`` and ``reduce_scatter_tensor_out``, which inductor makes of collectives
 into a given buffer, ask the group for its C++ backend, and ``batch_p2p_ops`` for its batches. The kernels here ask the
-group itself. They are registered for CPU tensors, which stands before torch's kernel for any device, so they hand the
-groups of other backends on to that one. Importing the module registers them.
+group itself. They are registered for CPU tensors, which stands before torch's kernel for any device, so they also get
+the calls on groups of other backends. Importing the module registers them.
+
+To hand a call on to torch's kernel keeps the interpreter's lock, which gloo's threads take while they hold the lock that
+a collective needs to begin. So collectives of other backends are made here too, by the group's methods, which let go of
+it; messages, and what torch refuses, are left to torch.
 """
 
 from __future__ import annotations
@@ -41,36 +45,37 @@ def _remember(tensor: Tensor, work: Work) -> None:
 _REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")  # as torch's kernels spell them
 
 
-def _for_our_groups(ours: Callable[..., Any]) -> None:
-    """Registers a kernel that takes the calls on groups of ours, and leaves all others to torch's kernel.
+def _kernel(takes: Callable[..., bool]) -> Callable[[Callable[..., Any]], None]:
+    """Registers a kernel for the calls that it ``takes``, and for all on groups of ours; the others are torch's.
 
     It has the name of its operator, which not every version of torch has.
     """
-    name = ours.__name__
-    if not hasattr(torch.ops._c10d_functional, name):
-        return
-    torchs = torch.library.get_kernel(f"_c10d_functional::{name}", "CPU")
 
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        group = args[-1]  # the last argument of all three operators, but for `out`
-        # call_boxed keeps the interpreter's lock. gloo's threads may need it while they hold the one that a collective
-        # needs to begin, so only what begins no collective, and what torch refuses, may go that way.
-        is_plain = name != "batch_p2p_ops" and (name == "all_gather_into_tensor_out" or args[1].lower() in _REDUCE_OPS)
-        if not is_plain and groups.adapter_of(_group(group)) is None:
+    def register(ours: Callable[..., Any]) -> None:
+        name = ours.__name__
+        if not hasattr(torch.ops._c10d_functional, name):
+            return
+        torchs = torch.library.get_kernel(f"_c10d_functional::{name}", "CPU")
+
+        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            # The group is the last argument of all three operators, but for `out`.
+            if takes(*args) or groups.adapter_of(_group(args[-1])) is not None:
+                return ours(*args, **kwargs)
             return torchs.call_boxed(keys, *args, **kwargs)
-        return ours(*args, **kwargs)
 
-    keep_uncompiled(kernel, ours)
-    _library.impl(name, kernel, "CPU", with_keyset=True)
+        keep_uncompiled(kernel, ours)
+        _library.impl(name, kernel, "CPU", with_keyset=True)
+
+    return register
 
 
-@_for_our_groups
+@_kernel(takes=lambda *args: True)
 def all_gather_into_tensor_out(input: Tensor, group_size: int, group_name: Any, *, out: Tensor) -> Tensor:
     _remember(out, _group(group_name).all_gather_single(out, input, c10d.AllgatherOptions()))
     return out
 
 
-@_for_our_groups
+@_kernel(takes=lambda input, reduce_op, *args: reduce_op.lower() in _REDUCE_OPS)
 def reduce_scatter_tensor_out(
     input: Tensor, reduce_op: str, group_size: int, group_name: Any, *, out: Tensor
 ) -> Tensor:
@@ -80,7 +85,7 @@ def reduce_scatter_tensor_out(
     return out
 
 
-@_for_our_groups
+@_kernel(takes=lambda *args: False)
 def batch_p2p_ops(
     op_list: list[str], peer_list: list[int], tag_list: list[int], tensors: list[Tensor], group_name: Any
 ) -> list[Tensor]:
