@@ -5,9 +5,9 @@ into a given buffer, ask the group for its C++ backend, and ``batch_p2p_ops`` fo
 group itself. They are registered for CPU tensors, which stands before torch's kernel for any device, so they also get
 the calls on groups of other backends. Importing the module registers them.
 
-To hand a call on to torch's kernel keeps the interpreter's lock, which gloo's threads take while they hold the lock that
-a collective needs to begin. So collectives of other backends are made here too, by the group's methods, which let go of
-it; messages, and what torch refuses, are left to torch.
+To hand a call on to torch's kernel keeps the interpreter's lock, which gloo's threads take while they hold the lock
+that a collective needs to begin. So collectives of other backends are made here too, by the group's methods, which let
+go of it; messages, and what torch refuses, are left to torch.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...base import ops
 from ..agreement import factor_in, misfits, table_in
 from ..spans import Span, joined, spans_of
-from .agreement import DATA_AT, RESULT_AT, SMALL_BYTES, Message, Own, agree, record_room
+from .agreement import DATA_AT, RESULT_AT, Message, Own, agree, record_room
 from .links import Memory
 from .reduction import Reduction
 from .requests import HostsRequest
@@ -116,7 +116,7 @@ def exchange(
     is not here, and as negative numbers minus one those that have not got this one's.
     """
     small = _Exchange(t, item)
-    data = inputs if sum(x.numel() for x in inputs) * item <= SMALL_BYTES else ()
+    data = inputs if sum(x.numel() for x in inputs) * item <= t.small_bytes else ()
     t.raise_mismatch(request, agree(t, request.bytes, data, small.outgoing, small.outcome))
     return small.take(outputs)
 
@@ -129,7 +129,7 @@ class _Exchange:
     """
 
     def __init__(self, t: HostsGroup, item: int) -> None:
-        self._layout, self._size, self._item = t.layout, t.size, item
+        self._layout, self._size, self._item, self._most = t.layout, t.size, item, t.small_bytes
         self._slots = t.slots
         self._went = [0] * t.layout.count  # by host: whether this one's data has gone to it
         self._room = record_room(t.size)
@@ -146,7 +146,7 @@ class _Exchange:
             spans.append(spans_of([n * self._item for n in table_in(of, self._size)[0]]))
         fits = all(own.data_bytes(i) == of_rank[-1][1] for i, of_rank in enumerate(spans))
         blocks = [(i, *of_rank[r]) for i, of_rank in enumerate(spans) for r in self._layout.hosts[host]]
-        self._went[host] = int(fits and sum(end - start for _, start, end in blocks) <= SMALL_BYTES)
+        self._went[host] = int(fits and sum(end - start for _, start, end in blocks) <= self._most)
         if self._went[host]:
             for i, start, end in blocks:
                 into.move(at, own.slots[i], own.data_at(i) + start, end - start)
