@@ -73,6 +73,9 @@ def test_a_run(tmp_path):
         # gloo's ring sends more in an all_reduce; in an all-gather each rank gets its own copy.
         assert all(s > 1.4 * m for s, m in zip(row["results"]["gloo"]["sent"], must, strict=True))
         assert set(row["results"]) >= {"ordinary", "gloo"}
+        # The link's limit carries what must go and nothing else.
+        assert row["limit"]["sent"] == pytest.approx(must, rel=0.05, abs=20_000)
+        assert row["results"]["ordinary"]["times_limit"] > 0.3
 
 
 def invented(models, settings):

@@ -19,6 +19,7 @@ from .apart.turns import Call, timed
 from .ddp_jobs import DdpJob
 from .gloo_calls import gloo_calls
 from .jobs import Job
+from .link import Link
 from .matmul_jobs import MatmulJob
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Groups:
     gloo: Any = None
     backend: Any = None  # a ProcessGroup of the unisono backend
     backend_lacks: str = ""
+    link: Link | None = None  # to other hosts, if there are several
 
 
 def contenders_of(groups: Groups, case: Case, order: Order) -> tuple[list[Contender], dict[str, str], list[Job]]:
@@ -120,6 +122,8 @@ def contenders_of(groups: Groups, case: Case, order: Order) -> tuple[list[Conten
                     found.append(_contender(name, variant, call, _gloo_barrier(groups), job))
             except Lacking as why:
                 lacks[name] = str(why)
+    if groups.link is not None and (move := groups.link.call(case)) is not None:
+        found.append(Contender(LIMIT, "plain sockets", move, groups.direct.barrier, lambda returned: 0, lambda: None))
     return found, lacks, list(jobs.values())
 
 

@@ -23,32 +23,43 @@ FORMULAS = {
 }
 
 
+def must_go(case: Case, host_of: Sequence[int]) -> list[list[float]] | None:
+    """From host to host; the root is in the first rank's host. None for operations without a formula.
+
+    >>> must_go(Case("all_gather", 8, (1, 1, 2, 4), "int8"), [0, 0, 1, 1])
+    [[0.0, 2.0], [6.0, 0.0]]
+    """
+    if case.op not in FORMULAS:
+        return None
+    hosts, whole, root = max(host_of) + 1, float(case.size_bytes), host_of[0]
+    parts = [0.0] * hosts
+    for count, host in zip(case.counts, host_of, strict=True):
+        parts[host] += count * ITEM_BYTES[case.dtype]
+
+    def between(a: int, b: int) -> float:
+        by_op = {
+            "all_reduce": 2 / hosts * whole,
+            "reduce": whole if b == root else 0.0,
+            "broadcast": whole if b == (a + 1) % hosts and b != root else 0.0,  # the last one sends it no further
+            "all_gather": parts[a],
+            "reduce_scatter": parts[b],
+            "gather": parts[a] if b == root else 0.0,
+            "scatter": parts[b] if a == root else 0.0,
+            "all_to_all": host_of.count(a) * parts[b],
+        }
+        return by_op[case.op]
+
+    return [[0.0 if a == b else between(a, b) for b in range(hosts)] for a in range(hosts)]
+
+
 def must_leave(case: Case, host_of: Sequence[int]) -> list[float] | None:
-    """By host; the root is in the first rank's host. None for operations without a formula.
+    """By host, to all others together.
 
     >>> must_leave(Case("all_gather", 8, (1, 1, 2, 4), "int8"), [0, 0, 1, 1])
     [2.0, 6.0]
     """
-    hosts, whole = max(host_of) + 1, float(case.size_bytes)
-    found = []
-    for host in range(hosts):
-        mine = [count for count, place in zip(case.counts, host_of, strict=True) if place == host]
-        part = float(sum(mine) * ITEM_BYTES[case.dtype])
-        has_root = host == host_of[0]
-        by_op = {
-            "all_reduce": 2 * (hosts - 1) / hosts * whole,
-            "reduce": 0.0 if has_root else whole,
-            "broadcast": 0.0 if host == (host_of[0] - 1) % hosts else whole,  # the last one sends it no further
-            "all_gather": (hosts - 1) * part,
-            "reduce_scatter": whole - part,
-            "gather": 0.0 if has_root else part,
-            "scatter": whole - part if has_root else 0.0,
-            "all_to_all": len(mine) * (whole - part),
-        }
-        if case.op not in by_op:
-            return None
-        found.append(by_op[case.op])
-    return found
+    table = must_go(case, host_of)
+    return None if table is None else [sum(row) for row in table]
 
 
 def count_sent(namespaces: Sequence[str], turn: Callable[[int, int], float], case: Case) -> list[float]:

@@ -22,7 +22,7 @@ from .apart.cases import Case
 from .contenders import KINDS, ON_GLOO, Order
 from .cpus import pin_to_one
 from .host_bytes import FORMULAS, must_leave
-from .ratios import compare
+from .ratios import compare, short
 from .table import ratio_text, show_bytes, show_us
 
 if TYPE_CHECKING:
@@ -108,8 +108,9 @@ class HostRanks:
             pool = HostPool(layout.ranks, interleaved=layout.interleaved, hosts=hosts, env=env)
             self._pool = ending.enter_context(pool)
             self._pool.run(_join_group, pin, timeout_s=120.0)
-            namespaces = [hosts.namespace(host) for host in range(hosts.size)]
-            self.facts: dict[str, Any] = self.call(rows.join, folder, gloo, backend, [], namespaces)[0]
+            every = range(hosts.size)
+            between = rows.Between(layout.host_of, [*map(hosts.namespace, every)], [*map(hosts.address, every)])
+            self.facts: dict[str, Any] = self.call(rows.join, folder, gloo, backend, [], between)[0]
             self._ending = ending.pop_all()
 
     def call(self, fn: Any, *args: Any) -> list[Any]:
@@ -159,9 +160,11 @@ def host_lines(rows: list[dict[str, Any]]) -> list[str]:
         return []
     layout = Layout(*(measured[0]["hosts"][name] for name in ("ranks", "interleaved", "rate")))
     lines = [
-        f"# {layout}: median us; times as fast as gloo's best, with its 95 % range; what leaves",
-        "# each host in a call, counted on its interface with headers, beside what must go",
-        f"# {'operation':<20}{'size':>8}  {'who':<10}{'us':>9}  {'x gloo':<17}  {'leaves hosts':<22} {'must':<22} how",
+        f"# {layout}: median us; times as fast as gloo's best, with its 95 % range; time / the link's,",
+        "# which is plain sockets that carry what must go; what leaves each host in a call, counted on its interface",
+        "# with headers, beside what must go",
+        f"# {'operation':<20}{'size':>8}  {'who':<10}{'us':>9}  {'x gloo':<17} {'x link':>7}  {'leaves hosts':<22} "
+        f"{'must':<22} how",
     ]
     for row in measured:
         gloo = row["results"].get("gloo")
@@ -173,9 +176,10 @@ def host_lines(rows: list[dict[str, Any]]) -> list[str]:
                 both = min(len(gloo["rounds_us"]), len(result["rounds_us"]))
                 faster = ratio_text(compare(gloo["rounds_us"][:both], result["rounds_us"][:both]).to_json())
             formula = FORMULAS.get(row["op"], "") if who.split()[-1] in (*KINDS, ON_GLOO) else result["variant"]
+            limit = short(result["times_limit"]) if result.get("times_limit") else "-"
             lines.append(
                 f"# {name:<20}{show_bytes(row['size_bytes']):>8}  {who:<10}{show_us(result['time_us']):>9}  "
-                f"{faster:<17}  {_each(result.get('sent')):<22} {_each(must):<22} {formula}".rstrip()
+                f"{faster:<17} {limit:>7}  {_each(result.get('sent')):<22} {_each(must):<22} {formula}".rstrip()
             )
     return lines
 

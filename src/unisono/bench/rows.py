@@ -27,6 +27,7 @@ from .apart.turns import Channel, accept, listen
 from .contenders import LIMIT, Contender, Groups, Order, contenders_of
 from .cpus import pin_to_one, using
 from .host_bytes import count_sent
+from .link import Link
 from .peers import SILENCE_S, Team, start_teams
 from .ratios import FEWEST_ROUNDS, summary
 
@@ -51,6 +52,15 @@ Turn = Callable[[int, int], float]  # warm-up calls, timed calls -> seconds per 
 
 class Hopeless(Lacking):
     """So slow that all others would wait for it."""
+
+
+@dataclass(frozen=True)
+class Between:
+    """Several hosts: whose rank is where, their network namespaces, and their addresses."""
+
+    host_of: Sequence[int]
+    namespaces: Sequence[str]
+    addresses: Sequence[str]
 
 
 @dataclass
@@ -78,11 +88,11 @@ def settle(group: Group, pin: bool, tasks: str | None) -> None:
 
 
 def join(
-    group: Group, folder: str, gloo: bool, backend: bool, peers: list[str], namespaces: Sequence[str] = ()
+    group: Group, folder: str, gloo: bool, backend: bool, peers: list[str], between: Between | None = None
 ) -> dict[str, Any]:
     """Connect the ranks for turn-taking, and in process groups; rank 0 starts the peers and says what it found.
 
-    `namespaces` are those of the hosts that the ranks are in, if there are several.
+    `between` is about the hosts that the ranks are in, if there are several.
     """
     global _stage
     path = os.path.join(folder, "turns")
@@ -92,7 +102,7 @@ def join(
     else:
         channels = [Channel.connect(path, SILENCE_S)]
         channels[0].send({"rank": group.rank})
-    groups = Groups(group)
+    groups = Groups(group, link=None if between is None else Link(group, between.host_of, between.addresses))
     if gloo or backend:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if not dist.is_initialized():
@@ -104,6 +114,7 @@ def join(
             groups.backend = dist.new_group(backend="unisono")
         except (ValueError, RuntimeError, ImportError) as error:
             groups.backend_lacks = str(error).splitlines()[0]
+    namespaces = () if between is None else between.namespaces
     _stage = Stage(groups, channels, _all_cpus(group.rank, channels), namespaces)
     if group.rank == 0 and peers:
         with using(_stage.cpus):
@@ -134,6 +145,8 @@ def leave(group: Group) -> None:
     if dist.is_initialized():
         dist.barrier(group=stage.groups.gloo)
         dist.destroy_process_group()
+    if stage.groups.link is not None:
+        stage.groups.link.close()
     for channel in stage.channels:
         channel.close()
 

@@ -28,7 +28,8 @@ NOTE = """\
 # untimed call and a barrier; min and p95 are over the same rounds. Contenders take turns round by round.
 # algbw = size / time; busbw = algbw x the share of each byte that must cross between ranks (docs/bench.md).
 # limit: the least memory traffic of the operation, float32, done by plain threads (one per rank, at most one per CPU)
-# on shared memory between flag barriers, in the same rounds. x limit: time / limit.
+# on shared memory between flag barriers, in the same rounds; with --hosts plain sockets that carry what must leave
+# each host. x limit: time / limit.
 # x heap, x ordinary: how many times as long as unisono on such tensors, with its 95 % range; ~ means within the noise,
 # ? that there were too few rounds to tell."""
 LINE_EVERY_S = 30.0
