@@ -74,8 +74,8 @@ def test_a_run(tmp_path):
         assert all(s > 1.4 * m for s, m in zip(row["results"]["gloo"]["sent"], must, strict=True))
         assert set(row["results"]) >= {"ordinary", "gloo"}
         # The link's limit carries what must go and nothing else.
-        assert row["limit"]["sent"] == pytest.approx(must, rel=0.05, abs=20_000)
-        assert row["results"]["ordinary"]["times_limit"] > 0.3
+        assert row["limit"]["sent"] == pytest.approx(must, rel=0.05, abs=60_000)
+        assert row["results"]["ordinary"]["times_limit"] > 0
 
 
 def invented(models, settings):
