@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 
 import unisono
 from tests.faults.fresh import FreshRanks, finish
+from tests.faults.shrunk import die_one_after_another, expect_bits
 from tests.faults.survival import collectives, unpacked
 from unisono.base import kept as kept_names
 from unisono.testing import run_ranks
@@ -24,11 +25,7 @@ def _fresh(group, seeds):
 
 
 def _expect_bits(said, survivors, fresh=None):
-    """What the survivors' group gave is what a fresh group of the same ranks gives, bit for bit."""
-    fresh = fresh or run_ranks(len(survivors), _fresh, survivors)
-    for number, one in enumerate(said):
-        assert (one["rank"], one["size"], one["ranks"]) == (number, len(survivors), survivors), one
-        assert one["bits"] == fresh[number], f"rank {number} of {survivors} has other bits than a fresh group's"
+    expect_bits(said, survivors, fresh or run_ranks(len(survivors), _fresh, survivors))
 
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
@@ -62,18 +59,8 @@ def test_shrink_on_one_core(tmp_path, measured):
 
 
 def test_one_after_another(tmp_path):
-    """Five ranks, of which one after the other dies, the first one first, until one is left."""
     with FreshRanks(5, tmp_path, "repeatedly", until=1) as ranks:
-        ranks.expect_all("inside")
-        alive = list(range(5))
-        for victim in (0, 3, 1, 4):
-            ranks.signal([victim])
-            gone = alive.index(victim)
-            alive.remove(victim)
-            said = [ranks.expect(r, "shrunk") for r in alive]
-            assert all((one["ranks"], one["lost"]) == (alive, [gone]) for one in said), said
-        ranks.expect(2, "done")
-        finish(ranks, [2])
+        die_one_after_another(ranks)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -10,6 +10,7 @@ import torch
 
 import unisono
 from tests.faults.fresh import FreshRanks, finish
+from tests.faults.shrunk import die_one_after_another, expect_bits
 from tests.faults.survival import collectives
 from tests.multihost.pretended import over_hosts
 from unisono.testing import run_ranks
@@ -29,11 +30,7 @@ def _fresh(group, hosts, seeds):
 
 
 def _expect_bits(said, hosts, survivors):
-    """What the survivors' group gave is what a fresh group of the same ranks gives, bit for bit."""
-    fresh = run_ranks(len(survivors), _fresh, _layout(hosts, survivors), survivors)
-    for number, one in enumerate(said):
-        assert (one["rank"], one["size"], one["ranks"]) == (number, len(survivors), survivors), one
-        assert one["bits"] == fresh[number], f"rank {number} of {survivors} has other bits than a fresh group's"
+    expect_bits(said, survivors, run_ranks(len(survivors), _fresh, _layout(hosts, survivors), survivors))
 
 
 @pytest.mark.parametrize(
@@ -65,18 +62,8 @@ def test_shrink(hosts, victims, count, tmp_path, measured):
 
 
 def test_one_after_another(tmp_path):
-    """Five ranks on three hosts, of which one after the other dies, the first one first, until one is left."""
     with FreshRanks(5, tmp_path, "repeatedly", hosts="0,1,2,1,0", until=1) as ranks:
-        ranks.expect_all("inside")
-        alive = list(range(5))
-        for victim in (0, 3, 1, 4):
-            ranks.signal([victim])
-            gone = alive.index(victim)
-            alive.remove(victim)
-            said = [ranks.expect(r, "shrunk") for r in alive]
-            assert all((one["ranks"], one["lost"]) == (alive, [gone]) for one in said), said
-        ranks.expect(2, "done")
-        finish(ranks, [2])
+        die_one_after_another(ranks)
 
 
 @pytest.mark.parametrize("seed", range(6))

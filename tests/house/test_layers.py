@@ -72,19 +72,6 @@ def test_every_part_has_a_floor():
     assert parts <= set(FLOOR), f"no floor for {parts - set(FLOOR)}"
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_go_down(path):
-    assert next(upward(path), None) is None
-
-
-def test_an_upward_import_is_found(tmp_path, monkeypatch):
-    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
-    (tmp_path / "base").mkdir()
-    path = tmp_path / "base" / "wrong.py"
-    path.write_text("from ..base import errors\n\n\ndef later():\n    from ..group.group import Group\n")
-    assert list(upward(path)) == ["base/wrong.py:5 of base imports group"]
-
-
 # What the binding has for reading what users write, and the files that may use it.
 READERS = {
     "are_exchanged", "cut_by_matrix", "cut_exchange", "cut_matrix", "cut_rows", "cut_tensor", "is_exchange", "is_part",
@@ -93,29 +80,24 @@ READERS = {
 MAY_READ = ("calls/", "base/ops.py")
 
 
+def nodes(path, exempt):
+    """The place and the syntax node of everything in a module, unless it is one of those that may."""
+    name = str(path.relative_to(PACKAGE))
+    if not name.startswith(exempt):
+        for node in ast.walk(ast.parse(path.read_text())):
+            yield f"{name}:{getattr(node, 'lineno', 0)}", node
+
+
 def reads(path):
     """Lines that read splits, counts, matrices or ops by themselves."""
-    if not str(path.relative_to(PACKAGE)).startswith(MAY_READ):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = set()
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "_core":
-                names = {node.attr}
-            elif isinstance(node, ast.ImportFrom) and node.module is not None and node.module.endswith("_core"):
-                names = {alias.name for alias in node.names}
-            for name in names & READERS:
-                yield f"{path.relative_to(PACKAGE)}:{node.lineno} {name}"
-
-
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_what_users_write_is_read_in_calls(path):
-    assert next(reads(path), None) is None
-
-
-def test_another_reader_is_found(tmp_path, monkeypatch):
-    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
-    path = tmp_path / "wrong.py"
-    path.write_text("from . import _core\nfrom ._core import is_part\n\ncounts = _core.cut_rows([1], 1, 1, 1)\n")
-    assert sorted(reads(path)) == ["wrong.py:2 is_part", "wrong.py:4 cut_rows"]
+    for place, node in nodes(path, MAY_READ):
+        names = set()
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "_core":
+            names = {node.attr}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.module.endswith("_core"):
+            names = {alias.name for alias in node.names}
+        for name in names & READERS:
+            yield f"{place} {name}"
 
 
 # Classes of groups and of transports, and the files that may ask for one; all others call the same verb of any.
@@ -127,25 +109,12 @@ MAY_BRANCH = ("group/names.py", "transport/find.py")
 
 def branches(path):
     """Lines that ask what kind of group or transport they have."""
-    if str(path.relative_to(PACKAGE)) not in MAY_BRANCH:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
-                named = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
-                named |= {n.attr for n in ast.walk(node.args[1]) if isinstance(n, ast.Attribute)}
-                if named & KINDS:
-                    yield f"{path.relative_to(PACKAGE)}:{node.lineno}"
-
-
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_no_branch_on_the_kind_of_group(path):
-    assert next(branches(path), None) is None
-
-
-def test_a_branch_is_found(tmp_path, monkeypatch):
-    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
-    path = tmp_path / "wrong.py"
-    path.write_text("isinstance(3, int)\nisinstance(g, Group)\nisinstance(t, (str, _core.Communicator))\n")
-    assert list(branches(path)) == ["wrong.py:2", "wrong.py:3"]
+    for place, node in nodes(path, MAY_BRANCH):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+            named = {n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)}
+            named |= {n.attr for n in ast.walk(node.args[1]) if isinstance(n, ast.Attribute)}
+            if named & KINDS:
+                yield place
 
 
 def held_at_fork(path):
@@ -158,12 +127,39 @@ def held_at_fork(path):
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_process_wide_locks_are_open_in_a_child(path):
-    assert next(held_at_fork(path), None) is None
+@pytest.mark.parametrize("breaches", [upward, reads, branches, held_at_fork])
+def test_the_house_is_in_order(breaches, path):
+    assert next(breaches(path), None) is None
 
 
-def test_a_lock_of_the_process_is_found(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("breaches", "text", "found"),
+    [
+        (
+            upward,
+            "from ..base import errors\n\n\ndef later():\n    from ..group.group import Group\n",
+            ["base/wrong.py:5 of base imports group"],
+        ),
+        (
+            reads,
+            "from . import _core\nfrom ._core import is_part\n\ncounts = _core.cut_rows([1], 1, 1, 1)\n",
+            ["base/wrong.py:2 is_part", "base/wrong.py:4 cut_rows"],
+        ),
+        (
+            branches,
+            "isinstance(3, int)\nisinstance(g, Group)\nisinstance(t, (str, _core.Communicator))\n",
+            ["base/wrong.py:2", "base/wrong.py:3"],
+        ),
+        (
+            held_at_fork,
+            "import threading as t\n\nlocks = {1: t.RLock()}\n\n\ndef inside():\n    return t.Lock()\n",
+            ["base/wrong.py:3"],
+        ),
+    ],
+)
+def test_a_breach_is_found(breaches, text, found, tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
-    path = tmp_path / "wrong.py"
-    path.write_text("import threading as t\n\nlocks = {1: t.RLock()}\n\n\ndef inside():\n    return t.Lock()\n")
-    assert list(held_at_fork(path)) == ["wrong.py:3"]
+    (tmp_path / "base").mkdir()
+    path = tmp_path / "base" / "wrong.py"
+    path.write_text(text)
+    assert sorted(breaches(path)) == found

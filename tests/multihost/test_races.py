@@ -11,7 +11,7 @@ import torch
 import unisono
 from tests.multihost.pretended import LAYOUTS, over_hosts
 from unisono.testing import run_ranks
-from unisono.transport.hosts import state
+from unisono.transport.hosts import calling
 from unisono.transport.hosts.waiting import Arrivals
 
 SOON_S = 8.0  # of 25, at which a group's calls end
@@ -192,7 +192,7 @@ def fails_to_join(group):
     def no_slots(transport):
         raise MemoryError("no memory for slots")
 
-    state.Slots = no_slots
+    calling.Slots = no_slots
     with pytest.raises(MemoryError), over_hosts(group, LAYOUTS["2+2"], 25.0):
         pass
     gc.collect()

@@ -226,7 +226,7 @@ class Group(Verbs):
         estate = self._estates[rank]
         if isinstance(estate, str):
             raise ValueError(f"{estate} was on another host: what it kept can be read by ranks of that host only")
-        return survivors.read_estate(self, rank, estate)
+        return survivors.read_estate(rank, estate)
 
     def close(self) -> None:
         """Leaves the group. Pending calls end with an error, the others learn that this rank left. Twice is fine."""

@@ -89,7 +89,7 @@ def _also_lost(group: Group, lost: list[int]) -> PeerLostError:
     return with_facts(error, "shrink", group.name, group.rank, lost)
 
 
-def read_estate(group: Group, rank: int, estate: _core.Estate) -> dict[str, Inherited]:
+def read_estate(rank: int, estate: _core.Estate) -> dict[str, Inherited]:
     """What a lost rank has kept, by name."""
     deadline = time.monotonic() + 2.0
     while not estate.is_final():

@@ -15,7 +15,8 @@
     streams     what comes from one rank: heads of messages, answers
     message     one send or receive that is under way
     messages    send and recv between hosts
-    state       all of a group but its verbs: how calls are made and waited for, and how it ends
+    life        who is in a group, what has happened to them, and how it ends
+    calling     how a call is made, and how it waits for messages
     transport   the verbs
 
 Words: a *lane* is one rank on each host, and these exchange messages; the *leader* of a host is its rank of lane 0.

@@ -28,7 +28,7 @@ from ...base.tensors import empty
 from .links import HEADER, Memory, Word
 
 if TYPE_CHECKING:
-    from .state import HostsGroup
+    from .calling import HostsGroup
 
 SMALL_BYTES = 64 << 10  # up to here data travels with the requests, whatever the layout
 _LEADER_BYTES = 2 << 20  # of all its ranks: up to here a leader does as well as all lanes

@@ -23,7 +23,7 @@ from .links import Bulk, ConnectionLost, Word
 from .reduction import Reduction
 
 if TYPE_CHECKING:
-    from .state import HostsGroup
+    from .calling import HostsGroup
 
 PIECE_BYTES = 1 << 20  # of one lane
 _END = 1 << 30  # the index of the last acknowledgement

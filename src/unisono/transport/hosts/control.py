@@ -27,7 +27,7 @@ from .links import CONTROL, Links, read_bytes, write_bytes
 
 if TYPE_CHECKING:
     from .layout import Layout
-    from .state import HostsGroup
+    from .life import HostsLife
 
 _LOOK_EVERY_S = 0.025
 _NOTICE_BYTES = 1024
@@ -85,7 +85,7 @@ def _written(what: dict[str, Any]) -> bytes:
 class Control:
     """The leaders' side of one group; other ranks have an empty one."""
 
-    def __init__(self, transport: HostsGroup) -> None:
+    def __init__(self, transport: HostsLife) -> None:
         self._links, layout = transport.links, transport.layout
         self._tag = self._links.tag(CONTROL)
         self._lock = threading.Lock()
@@ -130,15 +130,15 @@ class Control:
                 else:
                     self._held.append(sent)
 
-    def _read(self, group: weakref.ref[HostsGroup], leader: int, notice: torch.Tensor, work: Any) -> None:
+    def _read(self, group: weakref.ref[HostsLife], leader: int, notice: torch.Tensor, work: Any) -> None:
         engine = self._links.engine
         while True:
             try:
                 engine.wait(work)
-            except Exception as error:
+            except Exception:
                 transport = group()
                 if transport is not None and not self._closing:
-                    transport.lost_leader(leader, str(error))
+                    transport.lost_leader(leader)
                 return
             del work
             what = json.loads(read_bytes(notice, 0, _NOTICE_BYTES).rstrip(b"\0"))
@@ -185,13 +185,13 @@ def tell_absence(links: Links, layout: Layout, why: str) -> None:
 
 # -- one thread of the process that looks after the hosts' insides
 
-_watched: weakref.WeakSet[HostsGroup] = weakref.WeakSet()
+_watched: weakref.WeakSet[HostsLife] = weakref.WeakSet()
 _watched_lock = fork_lock()
 os.register_at_fork(after_in_child=_watched.clear)  # they are the parent's
 _watcher: threading.Thread | None = None
 
 
-def watch(transport: HostsGroup) -> None:
+def watch(transport: HostsLife) -> None:
     """Has a group looked at until it is closed."""
     global _watcher
     with _watched_lock:

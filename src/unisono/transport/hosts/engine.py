@@ -134,7 +134,7 @@ def open_engine(name: str, store: Store, rank: int, size: int, address: str, lim
     if name == "mpi":
         from .mpi import MpiEngine
 
-        return MpiEngine(store, rank, size, limit_s)
+        return MpiEngine(store, rank, size)
     limit = timedelta(seconds=max(1.0, limit_s))
     if name != "gloo":
         return BackendEngine(rank, lambda: [_other_backend(name, store, rank, size, limit)])

@@ -69,7 +69,7 @@ class Links:
         """Messages with these ranks are dropped half-way.
 
         gloo's connection stops for good when the other end sends or asks for one that was dropped. Other groups use it
-        too, and say so instead of waiting (state.py).
+        too, and say so instead of waiting (life.py).
         """
         if not self.engine.tells_ends:  # not gloo
             return

@@ -36,7 +36,7 @@ from .streams import ANSWER, HEAD, ROOM, Arrived, Incoming
 
 if TYPE_CHECKING:
     from ..protocol import Seconds
-    from .state import HostsGroup
+    from .calling import HostsGroup
 
 _SLOTS = 2048  # messages to one rank that are not answered yet; as many as tags have room for
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 5e-5, 1e-3

@@ -53,7 +53,7 @@ class MpiEngine:
     eager_bytes = 0  # larger messages do not go through memory of the engine
     tells_ends = False  # when a rank dies MPI ends the others
 
-    def __init__(self, store: Store, rank: int, size: int, limit_s: float) -> None:
+    def __init__(self, store: Store, rank: int, size: int) -> None:
         try:
             from mpi4py import MPI
         except ImportError as error:

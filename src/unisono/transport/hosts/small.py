@@ -22,7 +22,7 @@ from .reduction import Reduction
 from .requests import HostsRequest
 
 if TYPE_CHECKING:
-    from .state import HostsGroup
+    from .calling import HostsGroup
 
 
 def begin(t: HostsGroup, request: HostsRequest) -> None:

@@ -20,10 +20,10 @@ from ..protocol import Counts, Factor, Output, Seconds, Tensors, Transport
 from ..spans import spans_of
 from . import bulk, small
 from .agreement import RESULT_AT
+from .calling import HostsGroup
 from .presence import Listener
 from .reduction import Reduction
 from .requests import HostsRequest
-from .state import HostsGroup
 
 
 class HostsTransport(HostsGroup):

@@ -1,101 +1,78 @@
-"""A group over several hosts, all but its verbs: how a call is made and waited for, and how the group ends.
+"""A group over several hosts: who is in it, what has happened to them, and how it ends.
 
-Calls run one after the other, in the caller's thread or, if asynchronous, in a progress thread. A call has a number,
-for users; its steps that all hosts take part in have numbers of their own, for messages.
+A group is over with the first thing that ends it for one of its ranks. Each rank hears of it from its own host (the
+core) or from the leaders of the others (``control``), and its calls, which ask ``check_alive``, raise that.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from ctypes import addressof, c_int64
-from types import SimpleNamespace
-from typing import Any
-
-import torch
-from torch import Tensor
+from collections.abc import Collection, Sequence
+from ctypes import c_int64
+from typing import TYPE_CHECKING, Any
 
 from ... import _core
-from ...base.counter import Counter
-from ...base.errors import AbortedError, ClosedError, MismatchError, SystemCallError, UnisonoError
-from ...base.handle import Handle
+from ...base.errors import AbortedError, ClosedError, SystemCallError, UnisonoError
 from ...base.processes import process_state
-from ...base.tensors import empty
-from ..agreement import compare
-from ..pending import ProgressThread
-from ..protocol import Seconds
-from . import bulk, control
-from .agreement import Headers, Slots, most_small
+from . import control
 from .control import ABORTED, BYE_S, CLOSED, FORKED, INTERRUPTED, PEER_LOST, TIMEOUT, Cause, Control
 from .engine import Engine
 from .layout import Layout
-from .links import Bulk, ConnectionLost, Links, Word
-from .messages import Mailbox
-from .presence import Listener
-from .requests import HostsRequest
+from .links import Bulk, Links
 from .survivors import SHRUNK, Survival
-from .waiting import Arrivals, is_here
+from .waiting import Arrivals
 
-_ADVANCE_EVERY_S = 0.0002
+if TYPE_CHECKING:
+    from .agreement import Slots
+    from .messages import Mailbox
+
 _LOOK_EVERY_S = 0.001
-_LONG_S = 0.02
-_INSIDE_LONGER_S = 0.25
 _DEATHS_TOLD_S = 0.5  # by then every rank has heard of a death
-_TRY_EVERY_S, _LONGEST_TRY_S = 0.25, 1.0  # gloo keeps a note of every try
 _TOLD_AT_ONCE = 64  # ranks in one notice
 _LOST = {True: "left", False: "died"}
 _LEFT_OUT_S = 1.0
 _SHRINKS = "shrinks the group"  # as the core says it
 
 
-class HostsGroup:
-    """A group whose ranks are on several hosts. ``comm`` is the core's communicator of this host's ranks."""
+class HostsLife:
+    """The life of a group whose ranks are on several hosts. ``comm`` is the core's communicator of this host's ranks.
 
-    cache_bytes = 0
+    Whoever inherits it makes the calls, and with them ``slots`` and ``mailbox``; then it says ``_open``.
+    """
+
+    slots: Slots
+    mailbox: Mailbox
+    _control: Control
     _is_made = False  # a group whose making has failed is not closed: most of it is not there
 
     def __init__(
         self, comm: _core.Communicator, layout: Layout, engine: Engine, context: int, numbers: list[int], name: str,
-        id: int, timeout_s: float, wide_sums: bool, survival: Survival | None,
+        id: int, survival: Survival | None,
     ) -> None:  # fmt: skip
         self.comm = comm
         self.survival = survival  # how this group shrinks; None: it cannot
         self.layout = layout
         self.rank, self.size = layout.rank, layout.size
-        self.name, self.id, self.timeout_s = name, id, timeout_s
-        self.wide_sums = wide_sums  # UNISONO_HOSTS_FP32, as all ranks had it when they joined
+        self.name, self.id = name, id
         self.links = Links(engine, context, id, numbers, layout.rank)
-        self.small_bytes = most_small(layout.count, layout.lanes, engine.eager_bytes)
-        self._checker = _core.Communicator(layout.rank, layout.size)
         self._watch = c_int64()  # counts what was heard
         self._pid = os.getpid()
-        self._calls = Counter()
-        self.calls = 0
-        self._step = 0
         self._done = 0  # the last call that is over
-        self._verb, self._seq = "", 0  # the call under way
         self._begun = 0  # the last call that all ranks of this host have begun
-        self._deadline = 0.0
-        self._limit_s = timeout_s
         self._lock = threading.Lock()  # guards what follows
         self.failure: Cause | None = None
         self._failed_in = 0
         self._left: dict[int, tuple[int, str]] = {}  # rank -> calls it has made, and why it left
         self._shrinking: dict[int, int] = {}  # rank -> calls it has made; it makes no more in this group
         self._is_closed = False
-        self._turn = threading.RLock()  # one call at a time
-        self._order = threading.Lock()
-        self._progress = ProgressThread()
-        self._scratch: dict[str, Tensor] = {}
         self._last: Bulk | None = None  # its last messages may still be on their way
         self._arrivals = Arrivals(engine)
-        self.slots = Slots(self)
-        self.mailbox = Mailbox(self)
-        self._listeners: dict[int, Listener] = {}  # by port: for groups that are being split from this one
+
+    def _open(self) -> None:
+        """The group is whole: from now on it hears of the others."""
         self._control = Control(self)
         self._control.start()
         control.watch(self)
@@ -135,184 +112,7 @@ class HostsGroup:
         ranks = {len(host) for host in self.layout.hosts}
         return len(ranks) == 1 and self.layout.is_contiguous and max(ranks).bit_count() == 1
 
-    # -- how a call is made
-
-    def _start(
-        self, verb: str, run: Callable[[int], None], outputs: Any, made: Any, timeout_s: Seconds, async_op: bool
-    ) -> Any:
-        """Runs a call now, or has the progress thread do so; one after the other, in the order of calling."""
-        limit_s = timeout_s or self.timeout_s
-        self.check_alive(verb, self.calls + 1)
-        seq, had_turn = 0, self._turn._is_owned()  # type: ignore[attr-defined]
-        try:
-            with self._order:
-                seq = self._next_call()
-                now = not async_op and self._progress.is_idle
-                if now:
-                    self._turn.acquire()
-                else:
-                    pending = self._progress.carry_out(lambda: self._carry_out(verb, seq, run, limit_s))
-            if now:
-                self._carry_out(verb, seq, run, limit_s)
-                return made
-        except KeyboardInterrupt:
-            if seq:  # the others make this call, and this rank does not
-                self.abort(f"{self.layout.words(self.rank)} was interrupted")
-            raise
-        finally:
-            # Ctrl-C may come at any point of the above: nothing but the lock itself knows whether it was taken.
-            if not had_turn and self._turn._is_owned():  # type: ignore[attr-defined]
-                self._turn.release()
-        if async_op:
-            return Handle(pending, verb, outputs)
-        Handle(pending, verb, outputs).wait()
-        return made
-
-    def _next_call(self) -> int:
-        self.calls = self._calls.next()
-        return self.calls
-
-    def _carry_out(self, verb: str, seq: int, run: Callable[[int], None], limit_s: float) -> None:
-        with self._turn:
-            self._limit_s, self._deadline = limit_s, time.monotonic() + limit_s
-            self._verb, self._seq = verb, seq
-            try:
-                self.check_alive(verb, seq)
-                run(seq)
-                self._done = seq
-            except MismatchError:
-                self._done = seq
-                raise
-            except UnisonoError as error:
-                raise self.explain(verb, seq, error) from None
-            except ConnectionLost as lost:
-                self._await_reason(lost.peer)
-                self.check_alive(verb, seq)
-                raise AssertionError("a connection was lost, and the group did not fail") from lost
-            except BaseException as error:
-                what = "was interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error!r}"
-                self.fail(Cause(ABORTED, (self.rank,), f"{self.layout.words(self.rank)} {what}"))
-                raise
-
-    def _await_reason(self, peer: int) -> None:
-        """The connection to a rank is closed. It may be dead, or have ended because another is.
-
-        Whoever shares a host with the dead one knows better and tells: this rank's own guess must not come first.
-        """
-        end = time.monotonic() + _DEATHS_TOLD_S
-        while self.failure is None and peer not in self._left and time.monotonic() < end:
-            self.look()
-            time.sleep(_LOOK_EVERY_S)
-        what = "left" if peer in self._left else "died: its connection was closed"
-        self.fail(Cause(PEER_LOST, (peer,), f"{self.layout.words(peer)} {what}"))
-
-    def _bulk(self) -> _Large:
-        return _Large(self, Bulk(self.links, self._step))
-
-    def keep(self, large: Bulk) -> None:
-        """What a call that is over here has sent last: it may be on its way until all begin the next."""
-        large.end()
-        self._last = large
-
-    def next_step(self) -> int:
-        """The number of a comparison of all ranks; a call has one, or several."""
-        self._step += 1
-        return self._step
-
-    def has_begun(self) -> None:
-        """All ranks of this host are in the call."""
-        self._begun = self._seq
-
-    def inside(self, verb: str, *arguments: Any) -> None:
-        """A step of a call among this host's ranks.
-
-        A rank that waits for another host may be all they wait for: it times out first, and says who was silent.
-        """
-        getattr(self.comm, verb)(*arguments, self._left_s() + _INSIDE_LONGER_S, False)
-
-    def _left_s(self) -> float:
-        return max(self._deadline - time.monotonic(), 1e-3)
-
-    def await_words(self, words: list[Word], hosts: Sequence[int], most_s: float = math.inf) -> bool:
-        """Waits for messages from hosts; False if they are not here after ``most_s``."""
-        advance = self.links.engine.needs_advance
-        began = time.monotonic()
-        while words:
-            seen = self._watch.value
-            self.check_alive(self._verb, self._seq)
-            left_s = min(self._left_s(), most_s)
-            limit_s = min(left_s, _ADVANCE_EVERY_S) if advance else left_s
-            if self._arrivals.can_wait:
-                if self._arrivals.wait(words, min(left_s, _LOOK_EVERY_S)):
-                    return True
-                # A look at the others, and with time for messages inside the host if it takes long.
-                limit_s = 0.0 if time.monotonic() < began + _LONG_S else _LOOK_EVERY_S
-            elif advance:
-                self.links.engine.advance()
-            outcome = self.comm.await_words(words, addressof(self._watch), seen, limit_s)
-            if outcome == 0:
-                return True
-            if outcome == 2:
-                self.look()
-            elif time.monotonic() >= self._deadline:
-                self._time_out(hosts)
-            elif time.monotonic() > began + most_s:
-                return False
-        return True
-
-    def await_headers(self, headers: Sequence[Headers], seq: int) -> None:
-        """Waits for the other leaders' headers of a call."""
-        for i, header in enumerate(headers):  # one by one, so that a time-out names who was silent
-            first = header.first_word(seq)
-            for word in (first, None):
-                at = word or header.last_word(first)
-                if not is_here(at):
-                    silent = [h.host for h in headers[i:] if not is_here(h.first_word(seq))]
-                    self.await_words([at], silent or [header.host])
-
-    def settle(self, large: Bulk, received: Sequence[int], sent: Sequence[int]) -> None:
-        """Ends the messages of a call: tells those of which something was received, and hears it from the others."""
-        self.await_reading(list(bulk.settle_words(large, received, sent).items()))
-
-    def await_reading(self, words: Sequence[tuple[int, Word]]) -> None:
-        """Waits for acknowledgements, each of a rank. One whose connection closes meanwhile has none to give.
-
-        It may have left after this call, which is over for it; if it died, the next call says so.
-        """
-        waiting = [(rank, word) for rank, word in words if not is_here(word)]
-        every_s = _TRY_EVERY_S
-        while waiting:
-            hosts = sorted({self.layout.host_of[rank] for rank, _ in waiting})
-            if self.await_words([word for _, word in waiting], hosts, every_s):
-                return
-            every_s = min(2 * every_s, _LONGEST_TRY_S)
-            waiting = [(rank, word) for rank, word in waiting if not is_here(word) and self.links.is_connected(rank)]
-
-    def scratch(self, name: str, count: int, length: int, dtype: torch.dtype) -> list[Tensor]:
-        """``count`` tensors in shared memory, kept for later calls."""
-        row = -(-length * dtype.itemsize // 64) * 64
-        held = self._scratch.get(name)
-        if held is None or held.numel() < count * row:
-            held = self._scratch[name] = empty(max(count * row, 1), dtype=torch.uint8)
-        return [held[i * row : i * row + length * dtype.itemsize].view(dtype) for i in range(count)]
-
-    # -- ranks that disagree
-
-    def raise_mismatch(self, request: HostsRequest, requests: Sequence[bytes] | None) -> None:
-        if requests is None:
-            return
-        named: Any = SimpleNamespace(group_name=self.name, rank=lambda: self.rank)
-        compare(named, request.seq, request, requests)
-        raise AssertionError("requests that differ were found equal")
-
-    # -- ends
-
-    def _time_out(self, hosts: Sequence[int]) -> None:
-        peers = tuple(r for h in hosts for r in self.layout.hosts[h])
-        silent = ", ".join(self.layout.host_words(h) for h in hosts)
-        text = f"Timed out waiting {self._limit_s:.3g} s: nothing came from {silent}"
-        self.fail(Cause(TIMEOUT, peers, text))
-        self.check_alive(self._verb, self._seq)
+    # -- what has happened
 
     def check_alive(self, verb: str, seq: int) -> None:
         """Raises what has ended the group, if anything has."""
@@ -346,6 +146,18 @@ class HostsGroup:
             who = ", ".join(self.layout.words(r) for r in peers)
             text = f"the connection to {who} was given up: a call of another group failed in the middle of its data"
             self.fail(Cause(ABORTED, peers, text))
+
+    def _await_reason(self, peer: int) -> None:
+        """The connection to a rank is closed. It may be dead, or have ended because another is.
+
+        Whoever shares a host with the dead one knows better and tells: this rank's own guess must not come first.
+        """
+        end = time.monotonic() + _DEATHS_TOLD_S
+        while self.failure is None and peer not in self._left and time.monotonic() < end:
+            self.look()
+            time.sleep(_LOOK_EVERY_S)
+        what = "left" if peer in self._left else "died: its connection was closed"
+        self.fail(Cause(PEER_LOST, (peer,), f"{self.layout.words(peer)} {what}"))
 
     def explain(self, verb: str, seq: int, error: UnisonoError) -> UnisonoError:
         """An error inside the host, in the words of the whole group."""
@@ -416,7 +228,7 @@ class HostsGroup:
         elif what["kind"] == "shrinks":
             self._hear_shrinking(what["ranks"], what["calls"], tell=False)
 
-    def lost_leader(self, leader: int, why: str) -> None:
+    def lost_leader(self, leader: int) -> None:
         """The connection to another leader has closed, so it is dead."""
         if leader not in self._left and not self._is_closed:
             self.fail(Cause(PEER_LOST, (leader,), f"{self.layout.words(leader)} died: its connection was closed"))
@@ -435,6 +247,8 @@ class HostsGroup:
         if tell:
             self._control.tell({"kind": "shrinks", "ranks": list(ranks[:_TOLD_AT_ONCE]), "calls": calls})
         self._watch.value += 1
+
+    # -- ends
 
     def stop_for_shrinking(self) -> None:
         """This rank makes no call in the group any more, and the others learn it."""
@@ -514,19 +328,3 @@ def _state_of(pid: int) -> str:
     """Why a process may be late: "stopped", "gone" or "slow"."""
     state = process_state(pid)
     return state if state in ("stopped", "gone") else "slow"
-
-
-class _Large:
-    """The messages of a large call: withdrawn if it fails, so that nothing is written into the caller's tensors."""
-
-    def __init__(self, transport: HostsGroup, large: Bulk) -> None:
-        self._transport, self._large = transport, large
-
-    def __enter__(self) -> Bulk:
-        return self._large
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        if kind is None:
-            self._transport.keep(self._large)
-        else:
-            self._large.give_up()
