@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from ..transport.hosts.agreement import SMALL_BYTES, most_small
-from ..transport.hosts.bulk import PIECE_BYTES
+from ..transport.hosts.bulk import piece_bytes
 from ..transport.hosts.engine import GLOO_EAGER_BYTES
 from .table import show_bytes, show_us
 
@@ -75,7 +75,8 @@ class Setting:
             moved = others * size if self.op == "all_reduce" else moved
             # Of the smallest, what the CPUs do with their bytes is nothing beside the call.
             return Work(others, moved, near if size > SMALL_BYTES else 0.0, self.crowd)
-        pieces = math.ceil((size if self.op == "all_reduce" else largest) / self.ranks / PIECE_BYTES)
+        of_lane = (size if self.op == "all_reduce" else largest) / self.ranks
+        pieces = math.ceil(of_lane / piece_bytes(of_lane))
         rounds = 2 if self.op == "all_reduce" and h > 2 else 1
         return Work(others + rounds * others * pieces, moved, near, self.crowd)
 

@@ -25,10 +25,16 @@ from .reduction import Reduction
 if TYPE_CHECKING:
     from .calling import HostsGroup
 
-PIECE_BYTES = 1 << 20  # of one lane
+_LEAST_PIECE, _LARGEST_PIECE = 1 << 20, 4 << 20  # bytes of one lane
+_PIECES = 4  # of a lane, unless they would be shorter or longer than that
 _END = 1 << 30  # the index of the last acknowledgement
 _TURNS = 5  # pieces of scratch memory
 _BEHIND = 3  # how many rounds later a piece is waited for
+
+
+def piece_bytes(lane_bytes: float) -> int:
+    """How long a lane's pieces are: each costs its messages and barriers, but nothing overlaps with a single one."""
+    return min(max(int(lane_bytes) // _PIECES, _LEAST_PIECE), _LARGEST_PIECE)
 
 
 class Rounds:
@@ -39,7 +45,8 @@ class Rounds:
 
     def __init__(self, t: HostsGroup, spans: Sequence[Span], item: int) -> None:
         self._layout = t.layout
-        self._lanes = lane_pieces(spans, t.layout.lanes, max(1, PIECE_BYTES // item))
+        lane_bytes = sum(end - start for start, end in spans) * item // t.layout.lanes
+        self._lanes = lane_pieces(spans, t.layout.lanes, max(1, piece_bytes(lane_bytes) // item))
         self.count = max(map(len, self._lanes)) * t.layout.turns
 
     def _lane(self, step: int, local: int) -> int:
