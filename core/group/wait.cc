@@ -23,15 +23,19 @@ namespace {
 constexpr int kFirstLooks = 100;  // a few microseconds: the usual answer of a rank that is on its way
 constexpr int64_t kMoveEvery = 2'000'000;
 constexpr int64_t kLookEvery = 1'000'000;
-constexpr int64_t kYieldFor = 3'000'000;         // then sleep: a wake-up costs 50 to 100 us, a busy core costs more
-constexpr int64_t kLongYield = 400'000;          // ranks that wait for each other give way much sooner
-constexpr int64_t kRememberFor = 2'000'000'000;  // to find out again costs a neighbour's turn
-constexpr int64_t kLongestSleep = 8'000'000;     // bounds a missed wake-up and the detection of a death
-constexpr int64_t kTellEvery = 20'000'000;       // whether the same ranks are waited for as before
+constexpr int64_t kYieldFor = 3'000'000;  // then sleep: a wake-up costs 50 to 100 us, a busy core costs more
+constexpr int64_t kLongYield = 400'000;   // ranks that wait for each other give way much sooner
+// To find out again costs a neighbour's turn; but it may have been a rank of this group that came late, and where more
+// ranks than processors wait for each other, sleeping costs several times as much as giving way. So it is remembered
+// briefly, and twice as long each time that it is found again.
+constexpr int64_t kRememberFirst = 2'000'000, kRememberLongest = 2'000'000'000;
+constexpr int64_t kLongestSleep = 8'000'000;  // bounds a missed wake-up and the detection of a death
+constexpr int64_t kTellEvery = 20'000'000;    // whether the same ranks are waited for as before
 constexpr int64_t kCountAfter = 100'000'000, kCountEvery = 50'000'000;
 
-// Written by give_way and read by has_busy_neighbours in any thread of this process, relaxed: a hint on its own.
-std::atomic<int64_t> seen_busy{0};
+// Written by give_way and read by has_busy_neighbours in any thread of this process, relaxed: hints, each on its own.
+std::atomic<int64_t> busy_until{0};
+std::atomic<int64_t> remember_for{kRememberFirst};
 
 thread_local bool has_short_turns = false;
 
@@ -48,12 +52,16 @@ void give_way() {
   const int64_t before = now_ns();
   sched_yield();
   const int64_t after = now_ns();
-  if (after - before > kLongYield) seen_busy.store(after, std::memory_order_relaxed);
+  if (after - before <= kLongYield) return;
+  const int64_t last = remember_for.load(std::memory_order_relaxed);
+  const bool again = before < busy_until.load(std::memory_order_relaxed) + last;
+  const int64_t next = again ? std::min(2 * last, kRememberLongest) : kRememberFirst;
+  remember_for.store(next, std::memory_order_relaxed);
+  busy_until.store(after + next, std::memory_order_relaxed);
 }
 
 bool has_busy_neighbours() {
-  const int64_t seen = seen_busy.load(std::memory_order_relaxed);
-  return seen && now_ns() < seen + kRememberFor;
+  return now_ns() < busy_until.load(std::memory_order_relaxed);
 }
 
 bool MessageSleep::sleep(int64_t most_ns) {
