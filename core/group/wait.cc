@@ -33,7 +33,8 @@ constexpr int64_t kLongestSleep = 8'000'000;  // bounds a missed wake-up and the
 constexpr int64_t kTellEvery = 20'000'000;    // whether the same ranks are waited for as before
 constexpr int64_t kCountAfter = 100'000'000, kCountEvery = 50'000'000;
 
-// Written by give_way and read by has_busy_neighbours in any thread of this process, relaxed: hints, each on its own.
+// Written by give_way and read by has_busy_neighbours in any thread of this process, relaxed: hints. What a thread
+// misses of another's costs one step of doubling.
 std::atomic<int64_t> busy_until{0};
 std::atomic<int64_t> remember_for{kRememberFirst};
 
@@ -52,9 +53,10 @@ void give_way() {
   const int64_t before = now_ns();
   sched_yield();
   const int64_t after = now_ns();
-  if (after - before <= kLongYield) return;
+  const int64_t until = busy_until.load(std::memory_order_relaxed);
+  if (after - before <= kLongYield || before < until) return;  // or another thread has met the same neighbour
   const int64_t last = remember_for.load(std::memory_order_relaxed);
-  const bool again = before < busy_until.load(std::memory_order_relaxed) + last;
+  const bool again = before < until + last;
   const int64_t next = again ? std::min(2 * last, kRememberLongest) : kRememberFirst;
   remember_for.store(next, std::memory_order_relaxed);
   busy_until.store(after + next, std::memory_order_relaxed);

@@ -12,7 +12,6 @@ import unisono
 from tests.multihost.pretended import LAYOUTS, over_hosts
 from unisono.testing import run_ranks
 from unisono.transport.hosts import calling
-from unisono.transport.hosts.waiting import Arrivals
 
 SOON_S = 8.0  # of 25, at which a group's calls end
 
@@ -115,30 +114,6 @@ def called_back(group):
 
 def test_callbacks_are_called_with_no_lock_held():
     assert run_ranks(4, called_back, timeout_s=80)[0] == [True, True]
-
-
-class ClosingEpoll:
-    """Is closed by another thread while, or just before, somebody polls it."""
-
-    def __init__(self, error):
-        self.closed, self._error = False, error
-
-    def poll(self, *_):
-        self.closed = True
-        raise self._error
-
-    def close(self):
-        self.closed = True
-
-
-@pytest.mark.parametrize("error", [OSError(9, "Bad file descriptor"), ValueError("I/O operation on closed epoll")])
-def test_closed_while_another_thread_polls(error):
-    class Engine:
-        def arrivals(self):
-            return ClosingEpoll(error)
-
-    place = torch.zeros(1, dtype=torch.int64)
-    assert Arrivals(Engine()).wait([(place.data_ptr(), 5)], 1.0) is False
 
 
 class InterruptedLock:

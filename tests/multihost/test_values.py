@@ -1,5 +1,7 @@
 """Values over pretended hosts: every verb, dtype and operation, small and large; the same bits everywhere."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -7,8 +9,10 @@ import unisono
 from tests import reference
 from tests.multihost.pretended import LAYOUTS, over_hosts
 from tests.transports.test_matrix import VERBS, Run
+from unisono.transport.hosts import bulk
 
 PIECES = 700_000  # floats: several pieces for each lane
+PIECE = 256 << 10  # bytes: more of them than scratch memory has turns
 
 
 def verbs(group, hosts, async_op):
@@ -35,7 +39,7 @@ def test_verbs(pool, size, layout, async_op):
 def pieces(group, hosts):
     """Tensors of several pieces per lane, uneven, with ranks that have nothing."""
     complaints, size = [], group.size
-    with over_hosts(group, hosts) as over:
+    with mock.patch.multiple(bulk, _LEAST_PIECE=PIECE, _LARGEST_PIECE=PIECE), over_hosts(group, hosts) as over:
         for counts in ([PIECES] * 4, [0, 3 * PIECES, 5, PIECES + 1], [4 * PIECES, 0, 0, 0]):
             whole = torch.arange(sum(counts)).remainder(10_007).float()  # sums are exact
             span = reference.span(counts, over.rank)

@@ -39,7 +39,7 @@ def must_go(case: Case, host_of: Sequence[int]) -> list[list[float]] | None:
     def between(a: int, b: int) -> float:
         by_op = {
             "all_reduce": 2 / hosts * whole,
-            "reduce": whole if b == root else 0.0,
+            "reduce": whole if b == (a + 1) % hosts and a != root else 0.0,  # a chain that ends at the root's
             "broadcast": whole if b == (a + 1) % hosts and b != root else 0.0,  # the last one sends it no further
             "all_gather": parts[a],
             "reduce_scatter": parts[b],

@@ -75,8 +75,8 @@ class Setting:
             moved = others * size if self.op == "all_reduce" else moved
             # Of the smallest, what the CPUs do with their bytes is nothing beside the call.
             return Work(others, moved, near if size > SMALL_BYTES else 0.0, self.crowd)
-        of_lane = (size if self.op == "all_reduce" else largest) / self.ranks
-        pieces = math.ceil(of_lane / piece_bytes(of_lane))
+        of_lane = math.ceil((size if self.op == "all_reduce" else largest) / self.ranks)
+        pieces = math.ceil(of_lane / piece_bytes(of_lane, h, 1))
         rounds = 2 if self.op == "all_reduce" and h > 2 else 1
         return Work(others + rounds * others * pieces, moved, near, self.crowd)
 

@@ -32,9 +32,13 @@ _TURNS = 5  # pieces of scratch memory
 _BEHIND = 3  # how many rounds later a piece is waited for
 
 
-def piece_bytes(lane_bytes: float) -> int:
-    """How long a lane's pieces are: each costs its messages and barriers, but nothing overlaps with a single one."""
-    return min(max(int(lane_bytes) // _PIECES, _LEAST_PIECE), _LARGEST_PIECE)
+def piece_bytes(lane_bytes: int, hosts: int, turns: int) -> int:
+    """How long a lane's pieces are: each costs its messages and barriers, but nothing overlaps with a single one.
+
+    ``turns``: lanes of a rank on the smallest host. Scratch memory grows with them and with the hosts.
+    """
+    largest = max(_LEAST_PIECE, _LARGEST_PIECE // (turns * (hosts - 1)))
+    return min(max(-(-lane_bytes // _PIECES), _LEAST_PIECE), largest)
 
 
 class Rounds:
@@ -45,8 +49,10 @@ class Rounds:
 
     def __init__(self, t: HostsGroup, spans: Sequence[Span], item: int) -> None:
         self._layout = t.layout
-        lane_bytes = sum(end - start for start, end in spans) * item // t.layout.lanes
-        self._lanes = lane_pieces(spans, t.layout.lanes, max(1, piece_bytes(lane_bytes) // item))
+        layout = t.layout
+        longest = -(-sum(end - start for start, end in spans) // layout.lanes) * item
+        piece = piece_bytes(longest, layout.count, layout.most_turns)
+        self._lanes = lane_pieces(spans, layout.lanes, -(-piece // item))
         self.count = max(map(len, self._lanes)) * t.layout.turns
 
     def _lane(self, step: int, local: int) -> int:

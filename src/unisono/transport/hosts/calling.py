@@ -192,13 +192,14 @@ class HostsGroup(HostsLife):
             self.check_alive(self._verb, self._seq)
             left_s = min(self._left_s(), most_s)
             limit_s = min(left_s, _ADVANCE_EVERY_S) if advance else left_s
-            if self._arrivals.can_wait:
-                if self._arrivals.wait(words, min(left_s, _LOOK_EVERY_S)):
+            if advance:
+                self.links.engine.advance()
+            else:
+                is_long = time.monotonic() > began + _LONG_S
+                if self._naps.wait(words, min(left_s, _LOOK_EVERY_S), is_long):
                     return True
                 # A look at the others, and with time for messages inside the host if it takes long.
-                limit_s = 0.0 if time.monotonic() < began + _LONG_S else _LOOK_EVERY_S
-            elif advance:
-                self.links.engine.advance()
+                limit_s = _LOOK_EVERY_S if is_long else 0.0
             outcome = self.comm.await_words(words, addressof(self._watch), seen, limit_s)
             if outcome == 0:
                 return True

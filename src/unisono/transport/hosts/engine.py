@@ -7,13 +7,10 @@ wait of gloo cannot be ended. Whoever needs to know looks at the memory (links.p
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import select
-import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -51,9 +48,6 @@ class Engine(Protocol):
     def advance(self) -> None:
         """For engines without threads of their own: makes messages go on."""
 
-    def arrivals(self) -> select.epoll | None:
-        """A new epoll object that reports when anything comes from other hosts, if there is something to wait on."""
-
     eager_bytes: int  # how much data a message may have whose words, at its begin and end, say that it is here
     needs_advance: bool
     tells_ends: bool  # posting fails when the peer's connection is closed, and messages nobody receives do no harm
@@ -79,9 +73,7 @@ class BackendEngine:
         self.farewells: deque[Any] = deque(maxlen=MOST_FAREWELLS)
         self.awaited: list[Any] = []
         self.given_up: dict[int, float] = {}
-        before = set(_connections())
         self._groups = make()
-        self._connections = set(_connections()) - before
         self.contexts = 0
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
@@ -107,26 +99,6 @@ class BackendEngine:
 
     def advance(self) -> None:
         """Nothing to do."""
-
-    def arrivals(self) -> select.epoll | None:
-        if not self._connections:
-            return None
-        found = select.epoll()
-        for fd in self._connections:
-            # Edge-triggered: the backend's own threads read, and this is only a hint. A closed one takes itself out.
-            with contextlib.suppress(OSError):
-                found.register(fd, select.EPOLLIN | select.EPOLLET)
-        return found
-
-
-def _connections() -> Iterator[int]:
-    """The descriptors of this process's TCP connections."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as one:
-                    if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername():
-                        yield int(name)
 
 
 def open_engine(name: str, store: Store, rank: int, size: int, address: str, limit_s: float) -> Engine:

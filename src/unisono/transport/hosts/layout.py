@@ -32,6 +32,7 @@ class Layout:
         self.is_alone = len(self.mine) == 1  # no other rank on this host
         self.lanes = max(map(len, self.hosts))
         self.turns = -(-self.lanes // len(self.mine))  # lanes of one rank here
+        self.most_turns = -(-self.lanes // min(map(len, self.hosts)))  # and on the smallest host
         self.others = [h for h in range(len(self.hosts)) if h != self.host]
 
     @property

@@ -23,7 +23,7 @@ from .engine import Engine
 from .layout import Layout
 from .links import Bulk, Links
 from .survivors import SHRUNK, Survival
-from .waiting import Arrivals
+from .waiting import Naps
 
 if TYPE_CHECKING:
     from .agreement import Slots
@@ -69,7 +69,7 @@ class HostsLife:
         self._shrinking: dict[int, int] = {}  # rank -> calls it has made; it makes no more in this group
         self._is_closed = False
         self._last: Bulk | None = None  # its last messages may still be on their way
-        self._arrivals = Arrivals(engine)
+        self._naps = Naps()
 
     def _open(self) -> None:
         """The group is whole: from now on it hears of the others."""
@@ -319,7 +319,6 @@ class HostsLife:
         self.comm.close(reason, linger_s)
         # Survivors of a death need not wait: their processes go on, and the dead say no goodbye.
         self._control.leave(self._done, reason, 0.0 if reason == SHRUNK else BYE_S)
-        self._arrivals.close()
         if self.survival is not None:
             self.survival.close()
 

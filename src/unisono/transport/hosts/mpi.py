@@ -106,9 +106,6 @@ class MpiEngine:
     def wait(self, work: Any) -> None:
         work.wait()
 
-    def arrivals(self) -> None:
-        """MPI moves nothing while nobody calls it, so there is nothing to sleep on."""
-
     def advance(self) -> None:
         """Lets MPI work, puts what has come where it belongs, and forgets what has gone."""
         with self._lock:
