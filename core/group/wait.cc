@@ -29,6 +29,7 @@ constexpr int64_t kLongYield = 400'000;   // ranks that wait for each other give
 // ranks than processors wait for each other, sleeping costs several times as much as giving way. So it is remembered
 // briefly, and twice as long each time that it is found again.
 constexpr int64_t kRememberFirst = 2'000'000, kRememberLongest = 2'000'000'000;
+constexpr int64_t kAgainWithin = 20'000'000;  // after it was forgotten: the next wait of a training step or so
 constexpr int64_t kLongestSleep = 8'000'000;  // bounds a missed wake-up and the detection of a death
 constexpr int64_t kTellEvery = 20'000'000;    // whether the same ranks are waited for as before
 constexpr int64_t kCountAfter = 100'000'000, kCountEvery = 50'000'000;
@@ -56,7 +57,7 @@ void give_way() {
   const int64_t until = busy_until.load(std::memory_order_relaxed);
   if (after - before <= kLongYield || before < until) return;  // or another thread has met the same neighbour
   const int64_t last = remember_for.load(std::memory_order_relaxed);
-  const bool again = before < until + last;
+  const bool again = before < until + kAgainWithin;
   const int64_t next = again ? std::min(2 * last, kRememberLongest) : kRememberFirst;
   remember_for.store(next, std::memory_order_relaxed);
   busy_until.store(after + next, std::memory_order_relaxed);
