@@ -191,9 +191,9 @@ class HostsGroup(HostsLife):
             seen = self._watch.value
             self.check_alive(self._verb, self._seq)
             left_s = min(self._left_s(), most_s)
-            limit_s = min(left_s, _ADVANCE_EVERY_S) if advance else left_s
             if advance:
                 self.links.engine.advance()
+                limit_s = min(left_s, _ADVANCE_EVERY_S)
             else:
                 is_long = time.monotonic() > began + _LONG_S
                 if self._naps.wait(words, min(left_s, _LOOK_EVERY_S), is_long):
