@@ -49,9 +49,10 @@ Tuning Tuning::of(uint32_t word) {
   const Tuning t{{bits(0, 6), bits(6, 6)},
                  {bits(12, 6), bits(18, 6)},
                  static_cast<uint8_t>(kLeastPiece + bits(24, 3)),
-                 static_cast<uint8_t>(kLeastRing + bits(27, 2))};
+                 static_cast<uint8_t>(kLeastRing + bits(27, 2)),
+                 bits(29, 1) != 0};
   const bool possible =
-      t.copies.is_possible() && t.reductions.is_possible() && t.piece <= 20 && t.ring >= t.piece + 2 && !(word >> 29);
+      t.copies.is_possible() && t.reductions.is_possible() && t.piece <= 20 && t.ring >= t.piece + 2 && !(word >> 30);
   return possible ? t : Tuning{};
 }
 
@@ -59,7 +60,8 @@ uint32_t Tuning::word() const {
   if (!is_known()) return 0;
   const uint32_t spans =
       copies.from | uint32_t{copies.below} << 6 | uint32_t{reductions.from} << 12 | uint32_t{reductions.below} << 18;
-  return spans | static_cast<uint32_t>(piece - kLeastPiece) << 24 | static_cast<uint32_t>(ring - kLeastRing) << 27;
+  return spans | static_cast<uint32_t>(piece - kLeastPiece) << 24 | static_cast<uint32_t>(ring - kLeastRing) << 27 |
+         uint32_t{is_chosen} << 29;
 }
 
 Tuning current_tuning() {

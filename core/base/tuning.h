@@ -1,4 +1,5 @@
-// What was measured about moving ordinary tensors on this kind of machine, once: see verbs/trial.h.
+// What was measured about moving ordinary tensors on this kind of machine, once: see verbs/trial.h. Calls begin with
+// it; how they go on is found out while they run (verbs/gauge.h).
 //
 // It is about speed only; results have the same bits whatever it says. Ranks need not know the same: what all must do
 // alike they decide from rank 0's, which travels with every longer request (control.h).
@@ -22,8 +23,9 @@ struct Tuning {
   };
   // Powers of two; all 0: nothing is known yet.
   Span copies, reductions;
-  uint8_t piece = 0;  // bytes of the longest piece that goes through a ring
-  uint8_t ring = 0;   // bytes of a ring that are used
+  uint8_t piece = 0;       // bytes of the longest piece that goes through a ring
+  uint8_t ring = 0;        // bytes of a ring that are used
+  bool is_chosen = false;  // by the user: nothing else is tried
 
   bool is_known() const { return copies.from; }
   bool reads(size_t bytes, bool reduces = false) const {

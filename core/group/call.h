@@ -52,10 +52,9 @@ struct Call {
   int correspondent = -1;  // of a message; -1: anyone
   uint64_t seq = 0;
   int64_t deadline_ns = 0;
-  int64_t warn_ns = 0;       // when to say next that the call is late; 0: not waited yet
-  size_t gauged = 0;         // bytes of the call if the gauge has been asked about it, and its answer
-  bool past_caches = false;  // how this rank writes what others read
-  int64_t worked_ns = 0;     // on copying and reducing, for the gauge
+  int64_t warn_ns = 0;            // when to say next that the call is late; 0: not waited yet
+  uint8_t way = 0, next_way = 0;  // rank 0: how this and the next call of its kind move (verbs/gauge.h)
+  bool is_way_timed = false;      // whether the gauge wants to know how long that takes
   Failure failure;
 };
 

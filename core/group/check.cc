@@ -64,7 +64,8 @@ void Requests::copy_requests(const Call& call) {
       copy_once(table(r), block.table(call.seq), ranks * sizeof(TableEntry));
     rings_[static_cast<size_t>(r)] = !d.has_ring ? nullptr : is_own ? ring_ : find_ring(r);
   }
-  // What rank 0 has measured helps this process to put its next inputs where they are used best.
+  // What rank 0 says and has measured helps this process to put its next inputs where they are used best.
+  if (of(0).next_way) remembered(call) = of(0).next_way;
   if (of(0).tuning && of(0).tuning != mine().tuning && !current_tuning().is_known())
     set_tuning(Tuning::of(of(0).tuning));
 }

@@ -63,6 +63,11 @@ struct Place {
 // others' are too long for their slots; then it is a hidden one.
 enum class Holder : uint8_t { place, inlined, slot, ring, kept };
 
+// How the bytes of a longer call move: what others read in slots and stages is stored past the caches, and so are
+// outputs; tensors that are not in the heap are read where they are (reach.h).
+constexpr uint8_t kStagePastCaches = 1, kOutputsPastCaches = 2, kSingleCopy = 4;
+constexpr uint8_t kTold = 128;  // in `next_way`
+
 // What a rank says about one call. Peers copy it once, check the copy and use the copy: a peer that breaks, or wants
 // to, can change the original at any time.
 struct Request {
@@ -83,11 +88,13 @@ struct Request {
   Place in, out;
   double factor;
   Place residual;
-  uint64_t turn;        // the byte of this rank's ring where its slot or its pieces begin
-  uint16_t few_pieces;  // 1: waiting is expensive where this rank runs
-  uint16_t reads;       // 1: this rank can read all others' own memory, and they can read its tensors (reach.h)
-  uint32_t tuning;      // Tuning::word; rank 0's decides for all
-  uint64_t ring;        // where in this rank's heap its ring is, if it has one
+  uint64_t turn;       // the byte of this rank's ring where its slot or its pieces begin
+  uint8_t way;         // how the call moves; rank 0's decides for all
+  uint8_t next_way;    // and the next call of its kind; 0 if rank 0 does not say
+  uint8_t few_pieces;  // 1: waiting is expensive where this rank runs
+  uint8_t reads;       // 1: this rank can read all others' own memory, and they can read its tensors (reach.h)
+  uint32_t tuning;     // Tuning::word; rank 0's decides for all
+  uint64_t ring;       // where in this rank's heap its ring is, if it has one
 };
 constexpr size_t kSmallRequestBytes = 56;
 static_assert(std::is_trivially_copyable_v<Request> && offsetof(Request, epilogue_hash) == kSmallRequestBytes &&
@@ -277,6 +284,6 @@ class Block {
   int size_ = 0;
 };
 // Builds that disagree about what lies where must refuse each other: with new sizes comes a new version.
-static_assert(kLayoutVersion == 6 && Block::bytes(2) == 679'936 && Block::bytes(64) == 811'008);
+static_assert(kLayoutVersion == 7 && Block::bytes(2) == 679'936 && Block::bytes(64) == 811'008);
 
 }  // namespace unisono

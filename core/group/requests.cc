@@ -16,15 +16,13 @@ constexpr size_t kAlwaysInSlot = 2 << 10;  // bytes, on any number of ranks
 size_t slot_limit(Verb verb, int size, bool in_ring) {
   const size_t most = in_ring ? kRingSlotBytes : kSlotBytes;
   if (verb == Verb::all_reduce || verb == Verb::reduce || verb == Verb::matmul_reduce)
-    return std::clamp<size_t>((in_ring ? 256 << 10 : 128 << 10) / static_cast<size_t>(size), kAlwaysInSlot, most);
+    return std::clamp<size_t>((in_ring ? 1 << 20 : 128 << 10) / static_cast<size_t>(size), kAlwaysInSlot, most);
   return verb == Verb::reduce_scatter ? kSlotBytes : most;
 }
 
 // From here on a tensor in the heap is read where it is: a second round costs less than copying it into the slot and
 // moving all of it between cores.
 constexpr size_t kDirectFrom = 4 << 10;
-
-constexpr size_t kTunedFrom = 64 << 10;  // bytes of an ordinary tensor that are worth a measurement
 
 uint64_t hash_counts(const Part* parts, int size) {
   uint64_t h = 0xcbf29ce484222325;
@@ -68,11 +66,13 @@ Requests::Input Requests::describe(const Call& call) {
   d.ring = ring_ ? static_cast<uint64_t>(ring_ - g_.heap().base()) : 0;
   d.turn = turn_;
   d.few_pieces = g_.facts().crowded || has_busy_neighbours();
+  d.way = call.way;
+  d.next_way = call.next_way;
   d.tuning = 0;
   d.reads = false;
   if (counts_differ(call.verb) || longest_of(call, bytes) > kDirectFrom) {
     d.tuning = current_tuning().word();
-    d.reads = may_be_read(call, bytes);
+    d.reads = wants_read(call) && may_be_read(call, bytes);
   }
   d.count = call.count;
   if (call.verb == Verb::all_gather) d.count = hash_counts(call.out_parts, g_.size());
@@ -111,7 +111,7 @@ std::byte* Requests::place_input(const Call& call, Request& d, size_t bytes) {
   const std::byte* probe = call.in_parts ? call.in_parts[0].ptr : call.in;
   if (bytes <= kInlineBytes) return d.payload;
   if (bytes > slot_limit(call.verb, g_.size(), d.has_ring) ||
-      (bytes > kDirectFrom && !crowded && (g_.heap().holds(probe) || is_better_read(call, d, bytes)))) {
+      (bytes > kDirectFrom && !crowded && (g_.heap().holds(probe) || d.reads))) {
     d.input = Holder::place;
     d.in = call.in_parts ? Place{} : g_.locate(call.in, bytes);
     return nullptr;
@@ -176,24 +176,54 @@ bool Requests::needs_ring(const Call& call, size_t bytes) const {
   return longest_of(call, bytes) > kAlwaysInSlot;
 }
 
-// Whether peers could read this rank's tensors of the call where they are, and it theirs.
-bool Requests::may_be_read(const Call& call, size_t bytes) const {
-  if (!g_.reads_all() || call.epilogue) return false;
-  std::vector<std::pair<const void*, size_t>> ranges;
-  auto add = [&](const std::byte* at, size_t n) {
-    if (n > kDirectFrom && !g_.heap().holds(at)) ranges.emplace_back(at, n);
-  };
-  if (!call.in_parts) add(call.in, bytes);
-  for (int r = 0; call.in_parts && r < g_.size(); r++)
-    add(call.in_parts[r].ptr, call.in_parts[r].count * dtype_bytes(call.dtype));
-  return is_readable(ranges.data(), ranges.size());
+uint8_t& Requests::remembered(const Call& call) {
+  const auto size = static_cast<size_t>(std::bit_width(longest_of(call, input_bytes(call))));
+  return next_ways_[static_cast<size_t>(call.verb)][std::min(size, next_ways_[0].size() - 1)];
 }
 
-bool Requests::is_long_and_hidden(const Call& call) const {
+uint8_t Requests::advice(const Call& call) const {
+  if (g_.rank() == 0) return call.next_way ? call.way | kTold : 0;
+  return const_cast<Requests*>(this)->remembered(call);
+}
+
+bool Requests::wants_read(const Call& call) const {
+  const uint8_t told = current_tuning().is_chosen ? 0 : advice(call);
+  return told ? told & kSingleCopy : is_better_read(call);
+}
+
+// Whether peers could read this rank's tensors of the call where they are, and it theirs.
+bool Requests::may_be_read(const Call& call, size_t bytes) {
+  if (!g_.reads_all() || call.epilogue) return false;
+  auto may = [&](const std::byte* at, size_t n) {
+    return n <= kDirectFrom || g_.heap().holds(at) || is_known_readable(at, n);
+  };
+  if (!call.in_parts) return may(call.in, bytes);
+  for (int r = 0; r < g_.size(); r++)
+    if (!may(call.in_parts[r].ptr, call.in_parts[r].count * dtype_bytes(call.dtype))) return false;
+  return true;
+}
+
+// To ask the kernel takes as long as to move some 20 KiB, so the answer is kept. Should other memory have come to that
+// address meanwhile, which cannot be read, then reading it fails, and with it the call.
+bool Requests::is_known_readable(const std::byte* at, size_t bytes) {
+  constexpr int64_t keep_ns = 1'000'000'000;
+  Readable& known = readable_[(reinterpret_cast<uintptr_t>(at) >> 12) % readable_.size()];
+  const int64_t now = now_ns();
+  if (known.at == at && known.bytes >= bytes && now < known.until_ns) return true;
+  const std::pair<const void*, size_t> range{at, bytes};
+  if (!is_readable(&range, 1)) return false;
+  known = {at, bytes, now + keep_ns};
+  return true;
+}
+
+Requests::Extent Requests::extent(const Call& call) const {
   const std::byte* in = call.in_parts ? call.in_parts[0].ptr : call.in;
   const std::byte* out = call.out_parts ? call.out_parts[0].ptr : call.out;
-  return longest_of(call, input_bytes(call)) >= kTunedFrom &&
-         ((in && !g_.heap().holds(in)) || (out && !g_.heap().holds(out)));
+  Extent found;
+  found.longest = longest_of(call, input_bytes(call));
+  if (out) found.output = (call.out_parts ? sum_of_parts(call.out_parts) : call.count) * dtype_bytes(call.dtype);
+  found.hidden = (in && !g_.heap().holds(in)) || (out && !g_.heap().holds(out));
+  return found;
 }
 
 // Bytes of this rank's input or output, whichever is longer.
@@ -203,17 +233,15 @@ size_t Requests::longest_of(const Call& call, size_t input_bytes) const {
 }
 
 // What is read at a time must be long enough: of a reduction a rank's share, otherwise what goes to one rank.
-bool Requests::is_better_read(const Call& call, const Request& d, size_t bytes) const {
+bool Requests::is_better_read(const Call& call) const {
   const bool reduces = call.op != RedOp::none, in_shares = reduces || call.in_parts;
-  const size_t at_a_time = in_shares ? bytes / g_.peers().size() : bytes;
-  return d.reads && Tuning::of(d.tuning).reads(at_a_time, call.verb == Verb::all_reduce);
+  const size_t bytes = longest_of(call, input_bytes(call));
+  // What was measured for reductions is an all_reduce; the others move as little as copies do.
+  return current_tuning().reads(in_shares ? bytes / g_.peers().size() : bytes, call.verb == Verb::all_reduce);
 }
 
-bool Requests::all_read(size_t bytes, bool reduces) const {
-  for (const Request& d : requests_)
-    if (!d.reads) return false;
-  // What was measured for reductions is an all_reduce; the others move as little as copies do.
-  return Tuning::of(of(0).tuning).reads(bytes, reduces && of(0).verb == Verb::all_reduce);
+bool Requests::all_read() const {
+  return std::all_of(requests_.begin(), requests_.end(), [](const Request& d) { return d.reads; });
 }
 
 bool Requests::all_buffered() const {

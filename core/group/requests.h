@@ -9,6 +9,7 @@
 // acquired; a rank writes call s + 2 into the same lines only when it knows that all have done with s (control.h).
 #pragma once
 
+#include <array>
 #include <utility>
 #include <vector>
 
@@ -39,10 +40,20 @@ class Requests {
   // No rank's input is read where it is, so every rank can serve itself and nobody writes for another.
   bool all_buffered() const;
 
-  // Whether this rank's input, or its output, is one whose way is worth a measurement.
-  bool is_long_and_hidden(const Call& call) const;
-  // Everybody can read everybody's own memory, and so many bytes at a time are faster read than staged.
-  bool all_read(size_t bytes, bool reduces) const;
+  // How long this rank's tensors are, in bytes, and whether one of them is not in the heap.
+  struct Extent {
+    size_t longest = 0, output = 0;
+    bool hidden = false;
+  };
+  Extent extent(const Call& call) const;
+  // What rank 0 has said before about how a call of this kind moves, with kTold; 0: nothing.
+  uint8_t advice(const Call& call) const;
+  // Whether tensors of this call are faster read where they are, as far as was measured before the first of its kind.
+  bool is_better_read(const Call& call) const;
+  // This rank can read all others' own memory.
+  bool can_read_all() const { return g_.reads_all(); }
+  // Everybody can read the tensors of this call in everybody's own memory.
+  bool all_read() const;
 
   // What peers were told to write into: what of it is this rank's, and whether there is anything at all.
   struct Exposed {
@@ -75,8 +86,10 @@ class Requests {
   bool needs_ring(const Call& call, size_t bytes) const;
   std::byte* find_ring(int r) const;
   size_t longest_of(const Call& call, size_t input_bytes) const;
-  bool may_be_read(const Call& call, size_t bytes) const;
-  bool is_better_read(const Call& call, const Request& d, size_t bytes) const;
+  bool wants_read(const Call& call) const;
+  bool may_be_read(const Call& call, size_t bytes);
+  bool is_known_readable(const std::byte* at, size_t bytes);
+  uint8_t& remembered(const Call& call);
 
   // check.cc
   void copy_requests(const Call& call);
@@ -96,6 +109,14 @@ class Requests {
   std::vector<Request> requests_;
   std::vector<TableEntry> tables_;  // rank by rank
   std::vector<std::byte*> rings_;
+  std::array<std::array<uint8_t, 64>, static_cast<size_t>(Verb::count_)> next_ways_{};  // by verb and size
+  // Tensors that others were found to be able to read, a short while ago.
+  struct Readable {
+    const std::byte* at = nullptr;
+    size_t bytes = 0;
+    int64_t until_ns = 0;
+  };
+  std::array<Readable, 16> readable_{};
   std::byte* ring_ = nullptr;             // this rank's own, if the call has one
   size_t turn_ = 0;                       // where the next call begins in it
   size_t slot_begin_ = 0, slot_end_ = 0;  // of the last call that has held its input in it

@@ -39,7 +39,7 @@ struct HeapHeader {
   uint64_t capacity;
 };
 static_assert(std::has_unique_object_representations_v<HeapHeader> && sizeof(HeapHeader) % sizeof(uint64_t) == 0);
-constexpr uint64_t kLayoutVersion = 6;
+constexpr uint64_t kLayoutVersion = 7;
 
 // The most bytes one heap can hold, a power of two. Fixed at first use.
 size_t heap_capacity();

@@ -79,7 +79,7 @@ void choose_tuning(std::pair<size_t, size_t> copies, std::pair<size_t, size_t> r
                    size_t ring_bytes) {
   auto log = [](size_t n) { return n ? static_cast<uint8_t>(std::bit_width(n) - 1) : Tuning::kNever; };
   auto span = [&](const auto& sizes) { return Tuning::Span{log(sizes.first), log(sizes.second)}; };
-  const Tuning wanted{span(copies), span(reductions), log(piece_bytes), log(ring_bytes)};
+  const Tuning wanted{span(copies), span(reductions), log(piece_bytes), log(ring_bytes), true};
   if (Tuning::of(wanted.word()) != wanted) throw nb::value_error("no such tuning: sizes are powers of two");
   set_tuning(wanted);
 }

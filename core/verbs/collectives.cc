@@ -19,6 +19,8 @@ constexpr int64_t kWithdrawFor = 20'000'000;
 constexpr int64_t kTrialLimit = 2'000'000'000;  // a call with a shorter time limit is no time to measure
 constexpr size_t kTimedFrom = 4 << 10;          // bytes
 constexpr size_t kShortCount = 256;             // elements
+// Bytes from which on it is worth finding out how they move best: inputs in slots, all of a call, and what a rank gets.
+constexpr size_t kGaugedFrom = 4 << 10, kStagedFrom = 64 << 10, kPastCachesFrom = 2 << 20;
 
 // Every thread of every process that has made a group sees what this one wrote before; the fast path needs no fence.
 void fence_everybody() {
@@ -113,11 +115,7 @@ Code Collectives::run_recorded(Call& call) {
 // Steps 1 to 6.
 Code Collectives::meet_and_move(Call& call, bool& checked) {
   call.deadline_ns = 0;  // set by the first wait that is not over at once
-  call.gauged = 0;
-  call.past_caches = false;
-  if (g_.rank() == 0 && !current_tuning().is_known() && requests_.is_long_and_hidden(call) &&
-      waiter_.limit_of(call) >= kTrialLimit)
-    find_tuning();
+  choose_way(call);
   put_input(call, requests_.describe(call));
   requests_.publish(call);
   record(call);
@@ -137,13 +135,61 @@ void Collectives::find_tuning() {
     set_tuning(trial.tuning.is_known() ? trial.tuning : kDefaultTuning);
 }
 
+// Of a call that is not short. Rank 0 decides, and measures at the first use on a kind of machine; the others learn it
+// with its request.
+void Collectives::choose_way(Call& call) {
+  call.way = call.next_way = 0;
+  call.is_way_timed = false;
+  if (g_.rank() != 0) return;
+  const bool has_parts = call.in_parts || call.out_parts;
+  if (!has_parts && call.count * dtype_bytes(call.dtype) < kGaugedFrom) return;
+  const Requests::Extent extent = requests_.extent(call);
+  if (extent.hidden && extent.longest >= kStagedFrom && !current_tuning().is_known() &&
+      waiter_.limit_of(call) >= kTrialLimit)
+    find_tuning();
+  const Ways ways = ways_of(call, extent);
+  if (ways.count < 2 && !ways.list[0]) return;
+  const Gauge::Plan plan = staging_.ways.plan({call.verb, extent.hidden, extent.longest}, ways);
+  call.way = plan.way;
+  call.next_way = plan.next | kTold;
+  call.is_way_timed = plan.is_timed;
+}
+
+Ways Collectives::ways_of(const Call& call, const Requests::Extent& extent) const {
+  const bool is_chosen = current_tuning().is_chosen;
+  const bool is_staged = extent.hidden && extent.longest >= (is_chosen ? kGaugedFrom : kStagedFrom) && !call.epilogue;
+  // Shorter outputs had better be in the caches when their owner uses them. In place, lines that were loaded are there
+  // already.
+  const bool in_place = call.in && call.in == call.out;
+  const uint8_t outputs = !in_place && extent.output >= kPastCachesFrom ? kOutputsPastCaches : 0;
+  const bool can_read = is_staged && requests_.can_read_all(), better_read = can_read && requests_.is_better_read(call);
+  Ways ways;
+  if (better_read) ways.add(kSingleCopy);
+  for (const uint8_t past : {uint8_t{0}, outputs}) {
+    if (!is_chosen || !better_read) {
+      ways.add(past);
+      if (is_staged) ways.add(kStagePastCaches | past);
+    }
+    if (can_read && (!is_chosen || better_read)) ways.add(kSingleCopy | past);
+  }
+  return ways;
+}
+
 // Copies the input to where peers read it, if its own place is not that.
 void Collectives::put_input(Call& call, Requests::Input input) {
+  Staging::Slot& slot = staging_.slot;
+  slot = {};
   if (!input.holder || !input.bytes) return;
   if (requests_.mine().input == Holder::ring) staging_.bytes.fetch_add(input.bytes, std::memory_order_relaxed);
-  staging_.ask_gauge(call, input.bytes);
-  const auto copy = call.past_caches ? copy_stream : copy_bytes;
-  const int64_t began = call.gauged ? now_ns() : 0;
+  if (requests_.advice(call)) {
+    slot.plan.way = requests_.advice(call);
+  } else if (input.bytes >= kGaugedFrom) {
+    slot.key = {call.verb, true, input.bytes};
+    slot.plan = staging_.slots.plan(slot.key, {{0, kStagePastCaches}, 2});
+  }
+  const auto copy = slot.plan.way & kStagePastCaches ? copy_stream : copy_bytes;
+  const bool is_timed = slot.plan.is_timed || call.is_way_timed;
+  const int64_t began = is_timed ? now_ns() : 0;
   if (!call.in_parts) {
     copy(input.holder, call.in, input.bytes);
   } else {
@@ -154,7 +200,7 @@ void Collectives::put_input(Call& call, Requests::Input input) {
       to += bytes;
     }
   }
-  if (call.gauged) call.worked_ns = now_ns() - began;
+  if (is_timed) slot.put_ns = now_ns() - began;
 }
 
 // Whether another group of this process has, while the call ran, taken memory away that peers wrote into.

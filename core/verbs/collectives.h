@@ -20,7 +20,8 @@ namespace unisono {
 
 // What the calls of a group know from earlier ones about moving pieces.
 struct Staging {
-  StageGauge gauge;
+  Gauge slots;          // how this rank writes short inputs into slots: its own affair
+  Gauge ways;           // how the bytes of longer calls move: rank 0's decides
   uint64_t pieces = 0;  // staged pieces of all calls so far; equal on all ranks between calls
   // Bytes that had to be copied to where peers can read them, or were read from a peer's own memory; and the latter
   // alone. Counted by whoever runs a call, read by others, relaxed.
@@ -30,12 +31,12 @@ struct Staging {
     return read.data() + (64 - reinterpret_cast<uintptr_t>(read.data()) % 64) + r * block_bytes;
   }
 
-  // How this rank writes the `bytes` of a call that others read.
-  void ask_gauge(Call& call, size_t bytes_of_call) {
-    call.gauged = bytes_of_call >= StageGauge::kLeast ? bytes_of_call : 0;
-    call.past_caches = call.gauged && gauge.past_caches(call.verb, bytes_of_call);
-    call.worked_ns = 0;
-  }
+  // Of the call that runs, if its input was put into a slot: what `slots` said, and how long it took.
+  struct Slot {
+    Gauge::Key key;
+    Gauge::Plan plan;
+    int64_t put_ns = 0;
+  } slot;
 };
 
 class Collectives {
@@ -50,6 +51,8 @@ class Collectives {
   Code run_recorded(Call& call);
   Code meet_and_move(Call& call, bool& checked);
   void find_tuning();
+  void choose_way(Call& call);
+  Ways ways_of(const Call& call, const Requests::Extent& extent) const;
   void put_input(Call& call, Requests::Input input);
   bool lost_an_output(const Call& call);
   void withdraw(Call& call, bool checked);

@@ -67,12 +67,13 @@ Code Mover::copy_buffered() {
   return Code::ok;
 }
 
-Code Mover::copy_block(std::byte* to, const std::byte* from, size_t n, bool stream) {
+Code Mover::copy_block(std::byte* to, const std::byte* from, size_t n) {
   if (to == from) return Code::ok;
+  const auto copy = goes(kOutputsPastCaches) ? copy_stream : copy_bytes;
   for (size_t done = 0; done < n; done += kWorkBlock) {
     size_t part = std::min(kWorkBlock, n - done);
     if (Code code = look(part); code != Code::ok) return code;
-    stream ? copy_stream(to + done, from + done, part) : copy_bytes(to + done, from + done, part);
+    copy(to + done, from + done, part);
   }
   return Code::ok;
 }
@@ -138,7 +139,6 @@ struct Mover::CopyPlan {
   std::vector<size_t> hidden;  // by rank: bytes for it that are visible at neither end
   bool single = false;         // those are read where they are, nothing is staged
   size_t total = 0;            // bytes that are written without a stage
-  bool stream = false;         // past the caches
 
   size_t& load_of(int r) { return load[static_cast<size_t>(r)]; }
   // What rank r still lacks of a fair share, in whole pages.
@@ -175,7 +175,7 @@ Mover::CopyPlan Mover::plan_copies() const {
       }
       plan.total += n;
     }
-  plan.single = longest && requests_.all_read(longest, false);
+  plan.single = longest && goes(kSingleCopy) && requests_.all_read();
   for (int to = 0; plan.single && to < size_; to++) {
     plan.load_of(to) += plan.hidden[static_cast<size_t>(to)];
     plan.total += plan.hidden[static_cast<size_t>(to)];
@@ -196,7 +196,6 @@ void Mover::deal_out(CopyPlan& plan) const {
     plan.load_of(worker) += job.bytes;
     if (worker == me_) plan.mine.push_back(job);
   };
-  size_t to_write = plan.load_of(me_);
   std::vector<CopyPlan::Job> over;
   for (const CopyPlan::Job& job : plan.free) {
     size_t take = std::min(job.bytes, plan.room_of(job.to));
@@ -213,8 +212,6 @@ void Mover::deal_out(CopyPlan& plan) const {
       job.offset += take;
       job.bytes -= take;
     }
-  for (const CopyPlan::Job& job : plan.mine) to_write += job.bytes;
-  plan.stream = 2 * to_write * static_cast<size_t>(size_) >= g_.facts().cache_bytes;
 }
 
 // What only this rank can copy: from where others see it into its own memory, and from its own to where it sees theirs.
@@ -222,7 +219,7 @@ Code Mover::copy_own(const CopyPlan& plan) {
   auto copy = [&](int r, std::byte* target, const std::byte* source, size_t n) {
     if (!source || !target)
       return g_.break_with(c_, Code::system, "rank " + std::to_string(r) + " published an impossible place", {r});
-    return copy_block(target, source, n, plan.stream);
+    return copy_block(target, source, n);
   };
   for (int k = 0; k < size_; k++) {
     const int r = (me_ + k) % size_;
@@ -248,8 +245,7 @@ Code Mover::copy_dealt(const CopyPlan& plan) {
           c_, Code::system,
           "ranks " + std::to_string(job.from) + " and " + std::to_string(job.to) + " published an impossible place",
           {job.from, job.to});
-    if (Code code = copy_block(target + job.offset, source + job.offset, job.bytes, plan.stream); code != Code::ok)
-      return code;
+    if (Code code = copy_block(target + job.offset, source + job.offset, job.bytes); code != Code::ok) return code;
   }
   return Code::ok;
 }
@@ -265,7 +261,11 @@ bool Mover::keeps_own_while_staging(const std::vector<size_t>& staged) const {
 class Mover::StagedCopy {
  public:
   StagedCopy(Mover& mover, const std::vector<size_t>& staged)
-      : m_(mover), staged_(staged), same_for_all_(mover.is_same_for_all()), base_(mover.staging_.pieces) {}
+      : m_(mover),
+        staged_(staged),
+        same_for_all_(mover.is_same_for_all()),
+        base_(mover.staging_.pieces),
+        copy_out_(mover.goes(kOutputsPastCaches) ? copy_stream : copy_bytes) {}
   Code run();
 
  private:
@@ -287,7 +287,7 @@ class Mover::StagedCopy {
   const std::vector<size_t>& staged_;  // by rank: bytes of its stream
   const bool same_for_all_;
   const uint64_t base_;  // pieces of earlier calls
-  bool stream_ = false;  // outputs past the caches
+  void (*const copy_out_)(void*, const void*, size_t);
   std::byte* own_ = nullptr;
 };
 
@@ -298,13 +298,11 @@ Code Mover::StagedCopy::fill(uint64_t p) {
     if (p >= 2 * m_.depth_)
       if (Code code = m_.waiter_.await(m_.c_, Phase::copied, base_ + p - 2 * m_.depth_ + 1); code != Code::ok)
         return code;
-    const int64_t began = now_ns();
     for (int to = 0; to < m_.size_; to++) {
       if (!hidden(m_.me_, to)) continue;
       fill_segment(to, p, hi);
       if (same_for_all_) break;
     }
-    m_.c_.worked_ns += now_ns() - began;
     m_.staging_.bytes.fetch_add(hi - lo, std::memory_order_relaxed);
     m_.since_ += hi - lo;
   }
@@ -321,7 +319,7 @@ void Mover::StagedCopy::fill_segment(int to, uint64_t p, size_t hi) {
   const std::byte* source = m_.segment_source(m_.me_, to) + (a - begin);
   std::byte* into = ring(m_.me_, p) + (a - lo);
   std::byte* own = own_ ? own_ + (a - begin) : nullptr;
-  const auto copy_in = m_.c_.past_caches ? copy_stream : copy_bytes, copy_own = stream_ ? copy_stream : copy_bytes;
+  const auto copy_in = m_.goes(kStagePastCaches) ? copy_stream : copy_bytes, copy_own = copy_out_;
   for (size_t done = 0; done < b - a; done += kTile) {
     const size_t part = std::min(kTile, b - a - done);
     copy_in(into + done, source + done, part);
@@ -331,7 +329,6 @@ void Mover::StagedCopy::fill_segment(int to, uint64_t p, size_t hi) {
 
 // Takes what is for this rank in piece p of the others' streams.
 Code Mover::StagedCopy::take(uint64_t p) {
-  const auto copy = stream_ ? copy_stream : copy_bytes;
   for (int k = 1; k < m_.size_; k++) {
     const int from = (m_.me_ + k) % m_.size_;
     if (!hidden(from, m_.me_)) continue;
@@ -340,9 +337,7 @@ Code Mover::StagedCopy::take(uint64_t p) {
     const size_t a = std::max(lo, begin), b = std::min(lo + m_.piece_, end);
     if (a >= b) continue;
     if (Code code = m_.waiter_.await_rank(m_.c_, Phase::staged, base_ + p + 1, from); code != Code::ok) return code;
-    const int64_t began = now_ns();
-    copy(m_.segment_target(from, m_.me_) + (a - begin), ring(from, p) + (a - lo), b - a);
-    m_.c_.worked_ns += now_ns() - began;
+    copy_out_(m_.segment_target(from, m_.me_) + (a - begin), ring(from, p) + (a - lo), b - a);
     m_.since_ += b - a;
   }
   publish(Phase::copied, p);
@@ -350,14 +345,10 @@ Code Mover::StagedCopy::take(uint64_t p) {
 }
 
 Code Mover::StagedCopy::run() {
-  size_t total = 0;
-  for (size_t n : staged_) total += n;
-  m_.staging_.ask_gauge(m_.c_, total);
   const size_t longest = *std::max_element(staged_.begin(), staged_.end());
   if (!m_.find_stages(longest))
     return m_.g_.break_with(m_.c_, Code::system, "a rank published an impossible stage", {});
   const uint64_t pieces = (longest + m_.piece_ - 1) / m_.piece_;
-  stream_ = 2 * total >= m_.g_.facts().cache_bytes;
   if (m_.keeps_own_while_staging(staged_)) own_ = m_.segment_target(m_.me_, m_.me_);
   for (uint64_t step = 0; step <= pieces; step++) {
     if (step < pieces)
@@ -371,8 +362,7 @@ Code Mover::StagedCopy::run() {
 
 Code Mover::copy_shared() {
   if (c_.verb == Verb::all_gather || c_.verb == Verb::broadcast)
-    if (size_t total; all_see_all(total) && total * static_cast<size_t>(size_ + 1) >= g_.facts().cache_bytes)
-      return copy_to_all(total);
+    if (size_t total; goes(kOutputsPastCaches) && all_see_all(total)) return copy_to_all(total);
   CopyPlan plan = plan_copies();
   deal_out(plan);
   if (Code code = copy_own(plan); code != Code::ok) return code;

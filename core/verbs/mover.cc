@@ -131,7 +131,9 @@ Code Mover::all_are_there() {
 
 Code Mover::run() {
   const bool buffered = requests_.all_buffered();
-  const int64_t began = buffered && c_.gauged ? now_ns() : 0;
+  const Staging::Slot& slot = staging_.slot;
+  const bool slot_timed = buffered && slot.plan.is_timed;
+  const int64_t began = slot_timed || c_.is_way_timed ? now_ns() : 0;
   Code code;
   switch (c_.verb) {
     case Verb::barrier:
@@ -148,9 +150,13 @@ Code Mover::run() {
       code = buffered ? copy_buffered() : copy_shared();
   }
   if (buffered) end_buffered();
-  if (!c_.gauged) return code;
-  if (buffered) c_.worked_ns += now_ns() - began;
-  staging_.gauge.note(c_.verb, c_.gauged, c_.past_caches, c_.worked_ns);
+  if (code != Code::ok) return code;
+  // All ranks were there when it began, and unless it was buffered have done their part when it ends.
+  if (slot_timed) staging_.slots.note(slot.key, slot.plan.way, slot.put_ns + now_ns() - began);
+  if (c_.is_way_timed) {
+    const Requests::Extent extent = requests_.extent(c_);
+    staging_.ways.note({c_.verb, extent.hidden, extent.longest}, c_.way, slot.put_ns + now_ns() - began);
+  }
   return code;
 }
 

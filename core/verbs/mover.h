@@ -38,6 +38,7 @@ class Mover {
   // Whether the input is held in a line or slot, where all ranks see it.
   bool held(int r) const { return buffered(r) && request(r).input != Holder::kept; }
   size_t bytes(size_t count) const { return count * element_; }
+  bool goes(uint8_t way) const { return request(0).way & way; }
   // For a message of so many bytes, and pieces of at least so many. False: a rank published an impossible stage.
   bool find_stages(size_t message, size_t least = 0, bool few = false);
   size_t longest_piece() const;  // in a ring
@@ -74,7 +75,7 @@ class Mover {
   size_t segment(int from, int to) const;                   // elements that go from one rank to another
   const std::byte* segment_source(int from, int to) const;  // null: not visible here
   std::byte* segment_target(int from, int to) const;
-  Code copy_block(std::byte* to, const std::byte* from, size_t bytes, bool stream);
+  Code copy_block(std::byte* to, const std::byte* from, size_t bytes);
 
   // reduce.cc: all_reduce, reduce, reduce_scatter
   struct Span;

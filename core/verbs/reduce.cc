@@ -2,9 +2,11 @@
 //
 // The elements form one space: a single span for all_reduce (for everybody) and reduce (for the root), one span per
 // rank for reduce_scatter. Buffered calls: every rank reduces what it wants for itself. Otherwise the space is worked
-// off in pieces; a piece takes the same fraction of every span, and each rank reduces an equal byte range of it,
-// whoever the result is for: it loads the range from all inputs, combines (reduce.h), and stores to all outputs it can
-// see. When everything is visible there is one piece and nothing is staged. Otherwise, step p of the pipeline:
+// off in pieces; a piece takes the same fraction of every span, and each rank reduces a share of it: it loads the share
+// from all inputs, combines (reduce.h), and stores to all outputs it can see. When everything is visible there is one
+// piece, nothing is staged, and shares are equal byte ranges, whoever the result is for. If tensors are hidden, results
+// for others have to be handed over; so a rank's share is what it gets itself, unless that is so much more than the
+// others' that equal shares are faster (`owners_reduce`). Step p of the pipeline:
 //   copy in    a rank whose input is hidden puts piece p into its stage (but for the range it reduces itself)
 //   reduce     piece p - 1; results for hidden outputs go into this rank's out stage
 //   copy out   piece p - 2; a rank whose output is hidden takes its results from the out stages
@@ -64,6 +66,7 @@ class Mover::SharedReduction {
  private:
   Code find_places();
   Code plan_pieces();
+  bool owners_reduce() const;
   void copy_in(uint64_t p);
   Code reduce_piece(uint64_t p);
   Code reduce_block(uint64_t p, size_t span, size_t element, size_t at, size_t count);
@@ -82,7 +85,7 @@ class Mover::SharedReduction {
   std::byte* out(size_t span, size_t r) const { return out_[span * ranks_ + r]; }
   size_t piece_count(uint64_t p) const {
     size_t n = 0;
-    for (const Span& s : spans_) n += s.begin(p + 1, pieces_, grain_) - s.begin(p, pieces_, grain_);
+    for (const Span& s : spans_) n += part(p, s);
     return n;
   }
   // No piece has more elements than this.
@@ -91,14 +94,21 @@ class Mover::SharedReduction {
     for (const Span& s : spans_) n += (s.count / grain_ + pieces_ - 1) / pieces_ * grain_ + s.count % grain_;
     return n;
   }
-  // Where in a piece of n elements the share of rank r begins.
-  size_t share(size_t n, size_t r) const { return r >= ranks_ ? n : n / grain_ * r / ranks_ * grain_; }
+  size_t part(uint64_t p, const Span& s) const { return s.begin(p + 1, pieces_, grain_) - s.begin(p, pieces_, grain_); }
+  // Where in piece p, of n elements, the share of rank r begins.
+  size_t share(uint64_t p, size_t n, size_t r) const {
+    if (!by_owners_) return r >= ranks_ ? n : n / grain_ * r / ranks_ * grain_;
+    size_t begin = 0;
+    for (const Span& s : spans_)
+      if (static_cast<size_t>(s.dest) < r) begin += part(p, s);
+    return begin;
+  }
   // Calls f(span, element in the span, element in the piece, count) for the part of piece p inside [lo, hi).
   template <class F>
   void each(uint64_t p, size_t lo, size_t hi, F f) const {
     size_t at = 0;
     for (size_t s = 0; s < spans_.size(); s++) {
-      size_t first = spans_[s].begin(p, pieces_, grain_), n = spans_[s].begin(p + 1, pieces_, grain_) - first;
+      size_t first = spans_[s].begin(p, pieces_, grain_), n = part(p, spans_[s]);
       size_t a = std::max(lo, at), b = std::min(hi, at + n);
       if (a < b) f(s, first + (a - at), a, b - a);
       at += n;
@@ -120,11 +130,13 @@ class Mover::SharedReduction {
   std::vector<std::byte*> out_;
   std::vector<uint8_t> in_hidden_, out_hidden_;
   const std::vector<uint8_t> everyone_;
-  bool any_out_ = false;  // an output is hidden
+  bool by_owners_ = false;  // shares are what their rank gets
+  bool any_out_ = false;    // an output is hidden from a rank that reduces for it
   bool staged_ = false;
   bool single_ = false;  // hidden inputs are read where they are
   size_t read_block_ = 0;
-  bool stream_ = false;
+  bool stream_ = false;             // outputs past the caches
+  bool stage_past_caches_ = false;  // the same of stages
   uint64_t pieces_ = 1;
   uint64_t base_ = 0;  // pieces of earlier calls
   std::vector<double> factors_;
@@ -177,15 +189,31 @@ Code Mover::SharedReduction::find_places() {
   return Code::ok;
 }
 
+// What crosses from core to core, counted in elements for the rank that gets most, if shares are the spans: the others'
+// spans into the stage, its own from the other ranks. With equal shares: all but 1/n into the stage, as much from other
+// ranks, results for others into the stage, and its own results from there.
+bool Mover::SharedReduction::owners_reduce() const {
+  size_t most = 0;
+  for (const Span& s : spans_) {
+    if (s.dest == -1) return false;
+    most = std::max(most, s.count);
+  }
+  const auto n = static_cast<double>(ranks_), all = static_cast<double>(total_), own = static_cast<double>(most);
+  const double others = (n - 1) / n;
+  return all + (n - 2) * own <= others * (2 * all + all / n + own);
+}
+
 Code Mover::SharedReduction::plan_pieces() {
-  any_out_ = std::count(out_hidden_.begin(), out_hidden_.end(), 1) > 0;
-  staged_ = any_out_ || std::count(in_hidden_.begin(), in_hidden_.end(), 1) > 0;
-  single_ = staged_ && m_.requests_.all_read(bytes(total_) / ranks_, true) && all_have_addresses();
+  auto any = [](const std::vector<uint8_t>& hidden) { return std::count(hidden.begin(), hidden.end(), 1) > 0; };
+  by_owners_ = (any(in_hidden_) || any(out_hidden_)) && owners_reduce();
+  if (by_owners_) std::fill(out_hidden_.begin(), out_hidden_.end(), 0);  // from nobody who writes them
+  any_out_ = any(out_hidden_);
+  staged_ = any_out_ || any(in_hidden_);
+  single_ = staged_ && m_.goes(kSingleCopy) && m_.requests_.all_read() && all_have_addresses();
   if (single_) {
     read_block_ = std::max(kLeastReadBlock, kReadBlock / (ranks_ - 1)) / 64 * 64;
     m_.staging_.read.resize(read_block_ * ranks_ + 64);
   }
-  if (staged_) m_.staging_.ask_gauge(m_.c_, bytes(total_));
   if (!m_.find_stages(bytes(total_), spans_.size() * 8 * 64, single_))
     return m_.g_.break_with(m_.c_, Code::system, "a rank published an impossible stage", {});
   const size_t room = m_.piece_ / m_.element_;
@@ -193,7 +221,8 @@ Code Mover::SharedReduction::plan_pieces() {
   while (staged_ && most_in_a_piece() > room) pieces_++;
   base_ = m_.staging_.pieces;
   const bool in_place = m_.c_.in && m_.c_.in == m_.c_.out;
-  stream_ = !in_place && bytes(total_) * (ranks_ + 1) >= m_.g_.facts().cache_bytes / 4 * 3;
+  stream_ = !in_place && m_.goes(kOutputsPastCaches);
+  stage_past_caches_ = m_.goes(kStagePastCaches);
   return Code::ok;
 }
 
@@ -201,21 +230,21 @@ void Mover::SharedReduction::copy_in(uint64_t p) {
   if (!in_hidden_[self_]) return;
   const size_t n = piece_count(p);
   std::byte* into = m_.stage(self_).in(p);
-  const auto copy = m_.c_.past_caches ? copy_stream : copy_bytes;
+  const auto copy = stage_past_caches_ ? copy_stream : copy_bytes;
   auto put = [&](size_t s, size_t element, size_t at, size_t count) {
     copy(into + bytes(at), in(s, self_) + bytes(element), bytes(count));
     m_.staging_.bytes.fetch_add(bytes(count), std::memory_order_relaxed);
   };
-  each(p, 0, share(n, self_), put);
-  each(p, share(n, self_ + 1), n, put);
+  each(p, 0, share(p, n, self_), put);
+  each(p, share(p, n, self_ + 1), n, put);
 }
 
 Code Mover::SharedReduction::reduce_piece(uint64_t p) {
   const size_t n = piece_count(p);
-  const size_t most = any_out_ && m_.c_.past_caches ? kStagedBlock : kWorkBlock;
+  const size_t most = any_out_ && stage_past_caches_ ? kStagedBlock : kWorkBlock;
   const size_t block = (single_ ? read_block_ : most) / m_.element_;
   Code code = Code::ok;
-  each(p, share(n, self_), share(n, self_ + 1), [&](size_t s, size_t element, size_t at, size_t count) {
+  each(p, share(p, n, self_), share(p, n, self_ + 1), [&](size_t s, size_t element, size_t at, size_t count) {
     for (size_t done = 0; done < count && code == Code::ok; done += block) {
       const size_t part = std::min(block, count - done);
       code = m_.look(bytes(part) * ranks_);
@@ -249,11 +278,10 @@ Code Mover::SharedReduction::reduce_block(uint64_t p, size_t s, size_t element, 
     else
       dst_.push_back(out(s, r) + bytes(element));
   }
-  const bool past_caches = m_.c_.past_caches;
   std::byte* staged_at = m_.stage(self_).out(p) + bytes(at);
-  const bool copy_later = to_stage && past_caches && !dst_.empty();
+  const bool copy_later = to_stage && stage_past_caches_ && !dst_.empty();
   if (to_stage && !copy_later) dst_.push_back(staged_at);
-  const bool past = to_stage ? past_caches && !copy_later : stream_;
+  const bool past = to_stage ? stage_past_caches_ && !copy_later : stream_;
   unisono::reduce({m_.c_.dtype, m_.c_.op, count, src_.data(), ranks_, dst_.data(), dst_.size(), factors_.data(), past});
   if (copy_later) copy_stream(staged_at, dst_[0], bytes(count));  // from the first cache
   return Code::ok;
@@ -264,7 +292,7 @@ void Mover::SharedReduction::copy_out(uint64_t p) {
   const auto copy = stream_ ? copy_stream : copy_bytes;
   for (size_t k = 1; k < ranks_; k++) {
     const size_t r = (self_ + k) % ranks_;
-    each(p, share(n, r), share(n, r + 1), [&](size_t s, size_t element, size_t at, size_t count) {
+    each(p, share(p, n, r), share(p, n, r + 1), [&](size_t s, size_t element, size_t at, size_t count) {
       if (takes(s, self_)) copy(out(s, self_) + bytes(element), m_.stage(r).out(p) + bytes(at), bytes(count));
     });
   }
@@ -284,9 +312,7 @@ Code Mover::SharedReduction::step_in(uint64_t p) {
   if (single_) return Code::ok;
   if (p >= m_.depth_ && in_hidden_[self_])
     if (Code code = wait(Phase::reduced, p - m_.depth_, everyone_); code != Code::ok) return code;
-  const int64_t began = now_ns();
   copy_in(p);
-  m_.c_.worked_ns += now_ns() - began;
   publish(Phase::staged, p);
   return Code::ok;
 }
@@ -296,9 +322,7 @@ Code Mover::SharedReduction::step_reduce(uint64_t p) {
     if (Code code = wait(Phase::staged, p, in_hidden_); code != Code::ok) return code;
   if (any_out_ && p >= m_.depth_)
     if (Code code = wait(Phase::copied, p - m_.depth_, out_hidden_); code != Code::ok) return code;
-  const int64_t began = now_ns();
   Code code = reduce_piece(p);
-  m_.c_.worked_ns += now_ns() - began;
   if (code == Code::ok) publish(Phase::reduced, p);
   return code;
 }
@@ -306,9 +330,7 @@ Code Mover::SharedReduction::step_reduce(uint64_t p) {
 Code Mover::SharedReduction::step_out(uint64_t p) {
   if (out_hidden_[self_]) {
     if (Code code = wait(Phase::reduced, p, everyone_); code != Code::ok) return code;
-    const int64_t began = now_ns();
     copy_out(p);
-    m_.c_.worked_ns += now_ns() - began;
   }
   publish(Phase::copied, p);
   return Code::ok;
