@@ -5,6 +5,10 @@
 // fork, and the child would wait for that thread for ever.
 #include "base/cpu.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <algorithm>
 #include <fstream>
 #include <string>
@@ -58,6 +62,21 @@ Isa best_isa() {
     known.store(best, std::memory_order_relaxed);
   }
   return static_cast<Isa>(best);
+}
+
+bool has_fast_strings() {
+  static constinit std::atomic<int> known{-1};  // written and read here only, relaxed: see above
+  int fast = known.load(std::memory_order_relaxed);
+  if (fast < 0) {
+    fast = 0;
+#if defined(__x86_64__)
+    constexpr unsigned kFastString = 1 << 9;  // of EBX, "enhanced REP MOVSB"
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) fast = (b & kFastString) != 0;
+#endif
+    known.store(fast, std::memory_order_relaxed);
+  }
+  return fast != 0;
 }
 
 bool set_isa(Isa isa) {

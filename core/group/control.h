@@ -64,8 +64,9 @@ struct Place {
 enum class Holder : uint8_t { place, inlined, slot, ring, kept };
 
 // How the bytes of a longer call move: what others read in slots and stages is stored past the caches, and so are
-// outputs; tensors that are not in the heap are read where they are (reach.h).
-constexpr uint8_t kStagePastCaches = 1, kOutputsPastCaches = 2, kSingleCopy = 4;
+// outputs; tensors that are not in the heap are read where they are (reach.h); slots and stages are filled by the
+// processor's string instruction (copy_over).
+constexpr uint8_t kStagePastCaches = 1, kOutputsPastCaches = 2, kSingleCopy = 4, kStageByStrings = 8;
 constexpr uint8_t kTold = 128;  // in `next_way`
 
 // What a rank says about one call. Peers copy it once, check the copy and use the copy: a peer that breaks, or wants

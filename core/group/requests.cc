@@ -15,9 +15,9 @@ constexpr size_t kAlwaysInSlot = 2 << 10;  // bytes, on any number of ranks
 // every rank, so its limit shrinks with the number of ranks; in a reduce-scatter those with small parts would idle.
 size_t slot_limit(Verb verb, int size, bool in_ring) {
   const size_t most = in_ring ? kRingSlotBytes : kSlotBytes;
-  if (verb == Verb::all_reduce || verb == Verb::reduce || verb == Verb::matmul_reduce)
+  if (verb == Verb::all_reduce || verb == Verb::matmul_reduce)
     return std::clamp<size_t>((in_ring ? 1 << 20 : 128 << 10) / static_cast<size_t>(size), kAlwaysInSlot, most);
-  return verb == Verb::reduce_scatter ? kSlotBytes : most;
+  return kSlotBytes;
 }
 
 // From here on a tensor in the heap is read where it is: a second round costs less than copying it into the slot and

@@ -172,6 +172,21 @@ void copy_bytes(void* dst, const void* src, size_t bytes) {
   table_of(current_isa()).copy_cached(dst, src, bytes);
 }
 
+// A store to a line that another core has waits until that core has given it up; the string instruction writes whole
+// lines and waits for nothing. Measured on Zen 5, two cores of one last-level cache: 43 GB/s instead of 7.
+void copy_over(void* dst, const void* src, size_t bytes) {
+  constexpr size_t least = 1024;  // it takes a while to begin
+#if defined(__x86_64__)
+  // Where the output's page offset is slightly above the input's, Zen 4 copies at a fourteenth of the speed.
+  const size_t ahead = (reinterpret_cast<uintptr_t>(dst) - reinterpret_cast<uintptr_t>(src)) % 4096;
+  if (bytes >= least && (ahead == 0 || ahead >= 64) && has_fast_strings()) {
+    asm volatile("rep movsb" : "+D"(dst), "+S"(src), "+c"(bytes) : : "memory");
+    return;
+  }
+#endif
+  copy_bytes(dst, src, bytes);
+}
+
 void copy_stream(void* dst, const void* src, size_t bytes) {
   if (bytes == 0) return;
   table_of(current_isa()).stream_out(dst, src, bytes);

@@ -39,7 +39,9 @@ bool reduction_exists(DType dtype, RedOp op);
 void reduce(const Reduction& r);
 
 // Copies of non-overlapping memory. `copy_stream` bypasses the caches on the way out and fences before return.
+// `copy_over` is for lines that another core may have: they are taken from it without being read first.
 void copy_bytes(void* dst, const void* src, size_t bytes);
+void copy_over(void* dst, const void* src, size_t bytes);
 void copy_stream(void* dst, const void* src, size_t bytes);
 // The same to several outputs at once: the source is loaded from memory once. Outputs equal to the source are left out.
 void copy_stream_to_all(void* const* dst, size_t ndst, const void* src, size_t bytes);

@@ -167,6 +167,7 @@ Ways Collectives::ways_of(const Call& call, const Requests::Extent& extent) cons
   if (better_read) ways.add(kSingleCopy);
   for (const uint8_t past : {uint8_t{0}, outputs}) {
     if (!is_chosen || !better_read) {
+      if (is_staged && has_fast_strings()) ways.add(kStageByStrings | past);
       ways.add(past);
       if (is_staged) ways.add(kStagePastCaches | past);
     }
@@ -185,9 +186,12 @@ void Collectives::put_input(Call& call, Requests::Input input) {
     slot.plan.way = requests_.advice(call);
   } else if (input.bytes >= kGaugedFrom) {
     slot.key = {call.verb, true, input.bytes};
-    slot.plan = staging_.slots.plan(slot.key, {{0, kStagePastCaches}, 2});
+    Ways ways;
+    if (has_fast_strings()) ways.add(kStageByStrings);
+    for (const uint8_t way : {uint8_t{0}, kStagePastCaches}) ways.add(way);
+    slot.plan = staging_.slots.plan(slot.key, ways);
   }
-  const auto copy = slot.plan.way & kStagePastCaches ? copy_stream : copy_bytes;
+  const auto copy = copy_to_stage(slot.plan.way);
   const bool is_timed = slot.plan.is_timed || call.is_way_timed;
   const int64_t began = is_timed ? now_ns() : 0;
   if (!call.in_parts) {

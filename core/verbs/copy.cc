@@ -319,7 +319,7 @@ void Mover::StagedCopy::fill_segment(int to, uint64_t p, size_t hi) {
   const std::byte* source = m_.segment_source(m_.me_, to) + (a - begin);
   std::byte* into = ring(m_.me_, p) + (a - lo);
   std::byte* own = own_ ? own_ + (a - begin) : nullptr;
-  const auto copy_in = m_.goes(kStagePastCaches) ? copy_stream : copy_bytes, copy_own = copy_out_;
+  const auto copy_in = copy_to_stage(m_.request(0).way), copy_own = copy_out_;
   for (size_t done = 0; done < b - a; done += kTile) {
     const size_t part = std::min(kTile, b - a - done);
     copy_in(into + done, source + done, part);

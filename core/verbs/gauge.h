@@ -23,7 +23,7 @@ namespace unisono {
 
 // At most so many ways for one call; the first is taken while nothing is known.
 struct Ways {
-  uint8_t list[6];
+  uint8_t list[8];
   size_t count = 0;
   void add(uint8_t way) {
     if (!has(way)) list[count++] = way;
@@ -67,7 +67,7 @@ class Gauge {
     uint32_t calls = 0;
     uint8_t next = 0;
     bool is_next_timed = false;
-    float cost[8] = {};  // by way, ns per byte
+    float cost[16] = {};  // by way, ns per byte
   };
 
   static void decide_next(Cell& cell, const Ways& ways, uint32_t n) {

@@ -135,8 +135,7 @@ class Mover::SharedReduction {
   bool staged_ = false;
   bool single_ = false;  // hidden inputs are read where they are
   size_t read_block_ = 0;
-  bool stream_ = false;             // outputs past the caches
-  bool stage_past_caches_ = false;  // the same of stages
+  bool stream_ = false;  // outputs past the caches
   uint64_t pieces_ = 1;
   uint64_t base_ = 0;  // pieces of earlier calls
   std::vector<double> factors_;
@@ -222,7 +221,6 @@ Code Mover::SharedReduction::plan_pieces() {
   base_ = m_.staging_.pieces;
   const bool in_place = m_.c_.in && m_.c_.in == m_.c_.out;
   stream_ = !in_place && m_.goes(kOutputsPastCaches);
-  stage_past_caches_ = m_.goes(kStagePastCaches);
   return Code::ok;
 }
 
@@ -230,7 +228,7 @@ void Mover::SharedReduction::copy_in(uint64_t p) {
   if (!in_hidden_[self_]) return;
   const size_t n = piece_count(p);
   std::byte* into = m_.stage(self_).in(p);
-  const auto copy = stage_past_caches_ ? copy_stream : copy_bytes;
+  const auto copy = copy_to_stage(m_.request(0).way);
   auto put = [&](size_t s, size_t element, size_t at, size_t count) {
     copy(into + bytes(at), in(s, self_) + bytes(element), bytes(count));
     m_.staging_.bytes.fetch_add(bytes(count), std::memory_order_relaxed);
@@ -241,7 +239,7 @@ void Mover::SharedReduction::copy_in(uint64_t p) {
 
 Code Mover::SharedReduction::reduce_piece(uint64_t p) {
   const size_t n = piece_count(p);
-  const size_t most = any_out_ && stage_past_caches_ ? kStagedBlock : kWorkBlock;
+  const size_t most = any_out_ && m_.goes(kStagePastCaches | kStageByStrings) ? kStagedBlock : kWorkBlock;
   const size_t block = (single_ ? read_block_ : most) / m_.element_;
   Code code = Code::ok;
   each(p, share(p, n, self_), share(p, n, self_ + 1), [&](size_t s, size_t element, size_t at, size_t count) {
@@ -279,11 +277,11 @@ Code Mover::SharedReduction::reduce_block(uint64_t p, size_t s, size_t element, 
       dst_.push_back(out(s, r) + bytes(element));
   }
   std::byte* staged_at = m_.stage(self_).out(p) + bytes(at);
-  const bool copy_later = to_stage && stage_past_caches_ && !dst_.empty();
+  const bool copy_later = to_stage && m_.goes(kStagePastCaches | kStageByStrings) && !dst_.empty();
   if (to_stage && !copy_later) dst_.push_back(staged_at);
-  const bool past = to_stage ? stage_past_caches_ && !copy_later : stream_;
+  const bool past = to_stage ? m_.goes(kStagePastCaches) && !copy_later : stream_;
   unisono::reduce({m_.c_.dtype, m_.c_.op, count, src_.data(), ranks_, dst_.data(), dst_.size(), factors_.data(), past});
-  if (copy_later) copy_stream(staged_at, dst_[0], bytes(count));  // from the first cache
+  if (copy_later) copy_to_stage(m_.request(0).way)(staged_at, dst_[0], bytes(count));  // from the first cache
   return Code::ok;
 }
 

@@ -79,7 +79,7 @@ bool Messages::fill_entry(Message& m, MailboxEntry& entry, Failure& failure) {
     envelope.place = g_.locate(m.buffer, std::min(m.bytes, kSendBuffer));
     // What is short is there with its envelope: the receiver need not look again.
     m.moved = std::min(m.bytes, kSendTurn);
-    copy_bytes(m.buffer, m.data, m.moved);
+    copy_over(m.buffer, m.data, m.moved);
     entry.filled.store(m.moved, std::memory_order_relaxed);  // released with `posted`
   }
   return true;
@@ -130,7 +130,7 @@ void Messages::fill_buffer(Message& m) {
     size_t free = room - (m.moved - drained), at = m.moved % room;
     size_t n = std::min({free, m.bytes - m.moved, room - at, kSendTurn});
     if (n == 0) break;
-    copy_bytes(m.buffer + at, m.data + m.moved, n);
+    copy_over(m.buffer + at, m.data + m.moved, n);
     m.moved += n;
     g_.publish_to(m.peer, entry.filled, m.moved);
   }

@@ -154,7 +154,7 @@ class Exchange {
     for (size_t p = 0; p <= pieces; p++) {
       if (p < pieces) {
         const size_t at = p * piece, n = std::min(piece, way_.bytes - at);
-        copy_bytes(mine.ring.get() + (first + at) % ring, mine.in.get() + at, n);
+        copy_over(mine.ring.get() + (first + at) % ring, mine.in.get() + at, n);
         mine.filled.store(before + p + 1, std::memory_order_release);
       }
       if (p == 0) continue;
@@ -181,7 +181,7 @@ class Exchange {
     for (size_t p = 0; p < pieces + 2; p++) {
       auto at = [&](size_t q) { return (first + q * piece) % ring; };
       if (p < pieces && !way_.single) {
-        copy_bytes(mine.ring.get() + at(p), others + p * piece, piece);
+        copy_over(mine.ring.get() + at(p), others + p * piece, piece);
         mine.filled.store(filled + p + 1, std::memory_order_release);
       }
       if (p >= 1 && p - 1 < pieces) {
