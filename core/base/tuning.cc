@@ -13,7 +13,7 @@ namespace unisono {
 namespace {
 
 // What was measured in another way is measured again.
-constexpr char kFormat[] = "unisono tuning 2";
+constexpr char kFormat[] = "unisono tuning 3";
 
 // Of this process, as a word; 0: not known. Relaxed: the word is all there is. Nothing guards the look into
 // the file, because a child that is forked meanwhile would wait for it for ever; two threads may look.

@@ -37,7 +37,7 @@ struct Tuning {
 };
 
 // Where nothing was measured.
-constexpr Tuning kDefaultTuning = {{Tuning::kNever, Tuning::kNever}, {Tuning::kNever, Tuning::kNever}, 18, 22};
+constexpr Tuning kDefaultTuning = {{Tuning::kNever, Tuning::kNever}, {Tuning::kNever, Tuning::kNever}, 17, 22};
 
 // Of this process: what it was told, has measured, or found in the user's cache folder.
 Tuning current_tuning();

@@ -30,7 +30,7 @@ constexpr size_t kSlotBytes = 64 << 10;
 constexpr size_t kStageBytes = 512 << 10;       // half of it for pieces going in, half for pieces coming out
 constexpr size_t kPieceBytes = 128 << 10;       // the longest piece in a stage
 constexpr size_t kRingBytes = Scratch::kBytes;  // more than twice a second-level cache
-constexpr size_t kRingPieceBytes = 256 << 10;
+constexpr size_t kRingPieceBytes = 128 << 10;
 constexpr size_t kRingSlotBytes = 1 << 20;
 constexpr size_t kRingFrom = 4 << 10;          // bytes of the input
 constexpr size_t kCrowdedRingFrom = 64 << 10;  // the same with more ranks than processors
@@ -64,9 +64,9 @@ struct Place {
 enum class Holder : uint8_t { place, inlined, slot, ring, kept };
 
 // How the bytes of a longer call move: what others read in slots and stages is stored past the caches, and so are
-// outputs; tensors that are not in the heap are read where they are (reach.h); slots and stages are filled by the
-// processor's string instruction (copy_over).
-constexpr uint8_t kStagePastCaches = 1, kOutputsPastCaches = 2, kSingleCopy = 4, kStageByStrings = 8;
+// outputs; tensors that are not in the heap are read where they are (reach.h); what goes through slots and stages is
+// copied by the processor's string instruction (copy_over).
+constexpr uint8_t kStagePastCaches = 1, kOutputsPastCaches = 2, kSingleCopy = 4, kByStrings = 8;
 constexpr uint8_t kTold = 128;  // in `next_way`
 
 // What a rank says about one call. Peers copy it once, check the copy and use the copy: a peer that breaks, or wants
@@ -174,7 +174,10 @@ static_assert(sizeof(Membership) == kLineBytes);
 // ring of replies in the receiver's. Message i lives in entry i % depth until reply i says done.
 enum class Carrier : uint8_t { inlined, place, staged };  // what holds a message's data
 constexpr size_t kSendBuffer = kRingBytes / 2;            // through which a longer message is staged
-constexpr size_t kSendTurn = 16 << 10;                    // bytes moved before the other end is told
+// Bytes moved before the other end is told: few turns, but so many that both ends are at work together.
+inline size_t send_turn(size_t bytes) {
+  return std::clamp<size_t>(bytes / 4, 16 << 10, 128 << 10);
+}
 
 struct Envelope {  // copied once by the receiver
   int64_t tag;

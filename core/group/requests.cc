@@ -11,13 +11,15 @@ namespace {
 
 constexpr size_t kAlwaysInSlot = 2 << 10;  // bytes, on any number of ranks
 
-// Small inputs travel in a slot: one round, and no rank waits for another to leave. All-reduce reads every slot on
-// every rank, so its limit shrinks with the number of ranks; in a reduce-scatter those with small parts would idle.
+// Small inputs travel in a slot: one round, and no rank waits for another to leave. Long ones too if every rank gives
+// and everybody needs all of it. All-reduce reads every slot on every rank, so its limit shrinks with the number of
+// ranks. Of the others, a root's data had better move in pieces, which the others read while the next one is written,
+// and slots would hold what a rank keeps for itself; in a reduce-scatter those with small parts would idle.
 size_t slot_limit(Verb verb, int size, bool in_ring) {
   const size_t most = in_ring ? kRingSlotBytes : kSlotBytes;
   if (verb == Verb::all_reduce || verb == Verb::matmul_reduce)
     return std::clamp<size_t>((in_ring ? 1 << 20 : 128 << 10) / static_cast<size_t>(size), kAlwaysInSlot, most);
-  return kSlotBytes;
+  return verb == Verb::all_gather ? most : kSlotBytes;
 }
 
 // From here on a tensor in the heap is read where it is: a second round costs less than copying it into the slot and

@@ -167,7 +167,7 @@ Ways Collectives::ways_of(const Call& call, const Requests::Extent& extent) cons
   if (better_read) ways.add(kSingleCopy);
   for (const uint8_t past : {uint8_t{0}, outputs}) {
     if (!is_chosen || !better_read) {
-      if (is_staged && has_fast_strings()) ways.add(kStageByStrings | past);
+      if (is_staged && has_fast_strings()) ways.add(kByStrings | past);
       ways.add(past);
       if (is_staged) ways.add(kStagePastCaches | past);
     }
@@ -187,7 +187,7 @@ void Collectives::put_input(Call& call, Requests::Input input) {
   } else if (input.bytes >= kGaugedFrom) {
     slot.key = {call.verb, true, input.bytes};
     Ways ways;
-    if (has_fast_strings()) ways.add(kStageByStrings);
+    if (has_fast_strings()) ways.add(kByStrings);
     for (const uint8_t way : {uint8_t{0}, kStagePastCaches}) ways.add(way);
     slot.plan = staging_.slots.plan(slot.key, ways);
   }

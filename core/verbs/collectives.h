@@ -21,7 +21,7 @@ namespace unisono {
 
 // How slots and stages are filled.
 inline auto copy_to_stage(uint8_t way) {
-  return way & kStageByStrings ? copy_over : way & kStagePastCaches ? copy_stream : copy_bytes;
+  return way & kByStrings ? copy_over : way & kStagePastCaches ? copy_stream : copy_bytes;
 }
 
 // What the calls of a group know from earlier ones about moving pieces.

@@ -57,12 +57,13 @@ Place Mover::target_place(int from, int to) const {
 }
 
 Code Mover::copy_buffered() {
+  const auto copy = staging_.slot.plan.way & kByStrings ? copy_over : copy_bytes;
   for (int from = 0; from < size_; from++) {
     size_t n = bytes(segment(from, me_));
     if (n == 0) continue;
     const std::byte* source = segment_source(from, me_);
     std::byte* target = segment_target(from, me_);
-    if (source != target) copy_bytes(target, source, n);
+    if (source != target) copy(target, source, n);
   }
   return Code::ok;
 }
@@ -265,7 +266,9 @@ class Mover::StagedCopy {
         staged_(staged),
         same_for_all_(mover.is_same_for_all()),
         base_(mover.staging_.pieces),
-        copy_out_(mover.goes(kOutputsPastCaches) ? copy_stream : copy_bytes) {}
+        copy_out_(mover.goes(kOutputsPastCaches) ? copy_stream
+                  : mover.goes(kByStrings)       ? copy_over
+                                                 : copy_bytes) {}
   Code run();
 
  private:

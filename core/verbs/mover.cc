@@ -59,7 +59,8 @@ bool Mover::find_stages(size_t message, size_t least, bool few) {
   few = few && rings;
   const size_t shortest = std::max<size_t>(32 << 10, std::bit_ceil(least));
   const size_t longest = few ? kLongPieceBytes : rings ? longest_piece() : kPieceBytes;
-  piece_ = std::clamp(few ? std::bit_ceil(message) : std::bit_floor(message / 8 | 1), shortest, std::max(shortest, longest));
+  piece_ =
+      std::clamp(few ? std::bit_ceil(message) : std::bit_floor(message / 4 | 1), shortest, std::max(shortest, longest));
   const size_t window = few ? kRingBytes : std::max(ring_window(Tuning::of(request(0).tuning)), 4 * piece_);
   stages_.clear();
   depth_ = SIZE_MAX;

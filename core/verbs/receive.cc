@@ -223,8 +223,8 @@ bool Messages::read_staged(Message& m) {
   Reply& reply = own_reply(m.source, m.index);
   const auto filled = std::min<size_t>(incoming(m.source, m.index).filled.load(std::memory_order_acquire), m.bytes);
   while (m.moved < filled) {
-    size_t at = m.moved % room, n = std::min({filled - m.moved, room - at, kSendTurn});
-    copy_bytes(m.data + m.moved, from + at, n);
+    size_t at = m.moved % room, n = std::min({filled - m.moved, room - at, send_turn(m.bytes)});
+    copy_over(m.data + m.moved, from + at, n);
     m.moved += n;
     if (room < m.bytes) g_.publish_to(m.source, reply.drained, m.moved);  // else the sender waits for no room
   }

@@ -239,7 +239,7 @@ void Mover::SharedReduction::copy_in(uint64_t p) {
 
 Code Mover::SharedReduction::reduce_piece(uint64_t p) {
   const size_t n = piece_count(p);
-  const size_t most = any_out_ && m_.goes(kStagePastCaches | kStageByStrings) ? kStagedBlock : kWorkBlock;
+  const size_t most = any_out_ && m_.goes(kStagePastCaches | kByStrings) ? kStagedBlock : kWorkBlock;
   const size_t block = (single_ ? read_block_ : most) / m_.element_;
   Code code = Code::ok;
   each(p, share(p, n, self_), share(p, n, self_ + 1), [&](size_t s, size_t element, size_t at, size_t count) {
@@ -277,7 +277,7 @@ Code Mover::SharedReduction::reduce_block(uint64_t p, size_t s, size_t element, 
       dst_.push_back(out(s, r) + bytes(element));
   }
   std::byte* staged_at = m_.stage(self_).out(p) + bytes(at);
-  const bool copy_later = to_stage && m_.goes(kStagePastCaches | kStageByStrings) && !dst_.empty();
+  const bool copy_later = to_stage && m_.goes(kStagePastCaches | kByStrings) && !dst_.empty();
   if (to_stage && !copy_later) dst_.push_back(staged_at);
   const bool past = to_stage ? m_.goes(kStagePastCaches) && !copy_later : stream_;
   unisono::reduce({m_.c_.dtype, m_.c_.op, count, src_.data(), ranks_, dst_.data(), dst_.size(), factors_.data(), past});
@@ -287,7 +287,7 @@ Code Mover::SharedReduction::reduce_block(uint64_t p, size_t s, size_t element, 
 
 void Mover::SharedReduction::copy_out(uint64_t p) {
   const size_t n = piece_count(p);
-  const auto copy = stream_ ? copy_stream : copy_bytes;
+  const auto copy = stream_ ? copy_stream : m_.goes(kByStrings) ? copy_over : copy_bytes;
   for (size_t k = 1; k < ranks_; k++) {
     const size_t r = (self_ + k) % ranks_;
     each(p, share(p, n, r), share(p, n, r + 1), [&](size_t s, size_t element, size_t at, size_t count) {

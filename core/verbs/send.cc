@@ -78,7 +78,7 @@ bool Messages::fill_entry(Message& m, MailboxEntry& entry, Failure& failure) {
     if (!m.buffer) return false;
     envelope.place = g_.locate(m.buffer, std::min(m.bytes, kSendBuffer));
     // What is short is there with its envelope: the receiver need not look again.
-    m.moved = std::min(m.bytes, kSendTurn);
+    m.moved = std::min(m.bytes, send_turn(m.bytes));
     copy_over(m.buffer, m.data, m.moved);
     entry.filled.store(m.moved, std::memory_order_relaxed);  // released with `posted`
   }
@@ -128,7 +128,7 @@ void Messages::fill_buffer(Message& m) {
     size_t drained = reply.drained.load(std::memory_order_acquire);
     if (drained > m.moved) break;  // impossible from a sound peer
     size_t free = room - (m.moved - drained), at = m.moved % room;
-    size_t n = std::min({free, m.bytes - m.moved, room - at, kSendTurn});
+    size_t n = std::min({free, m.bytes - m.moved, room - at, send_turn(m.bytes)});
     if (n == 0) break;
     copy_over(m.buffer + at, m.data + m.moved, n);
     m.moved += n;

@@ -27,10 +27,10 @@ namespace {
 constexpr size_t kLongest = 8 << 20;  // leaves most caches
 constexpr size_t kLong = 1 << 20;
 constexpr size_t kShorter[] = {256 << 10, 128 << 10, 64 << 10, 32 << 10};
-constexpr size_t kRingTrial = 256 << 10;                                  // of one through rings of several lengths
+constexpr size_t kRingTrial = 1 << 20;                                    // of one through rings of several lengths
 constexpr size_t kRingRoom = 4 << 20;                                     // as Scratch::kBytes
 constexpr int kRounds = 8, kLongestRounds = 4;                            // the first warms up
-constexpr double kClearly = 0.95;                                         // of the ring's time: then reading wins
+constexpr double kClearly = 0.95;                                         // of the usual way's time: then another wins
 constexpr int64_t kBudget = 80'000'000;                                   // ns: on a busy machine the rest is left out
 constexpr uint8_t kPieces[] = {16, 17, 18}, kRings[] = {19, 20, 21, 22};  // powers of two
 
@@ -146,7 +146,7 @@ class Exchange {
   bool run_staged(int side) {
     Side &mine = sides_[side], &other = sides_[1 - side];
     const size_t piece =
-        std::clamp<size_t>(std::bit_ceil(way_.bytes / 4 + 1), 32 << 10, size_t{1} << way_.tuning.piece);
+        std::clamp<size_t>(std::bit_floor(way_.bytes / 4 | 1), 32 << 10, size_t{1} << way_.tuning.piece);
     const size_t ring = size_t{1} << way_.tuning.ring, pieces = (way_.bytes + piece - 1) / piece;
     const uint64_t before = mine.filled.load(std::memory_order_relaxed);
     const auto copy_out = way_.bytes < kLongest ? copy_bytes : copy_stream;
@@ -231,7 +231,10 @@ Tuning best_ring(Exchange& exchange, std::vector<Trial::Time>& times) {
     times.push_back({"all_reduce, ring of " + std::to_string((1 << ways[i].tuning.ring) >> 10) + " KiB, pieces of " +
                          std::to_string((1 << ways[i].tuning.piece) >> 10) + " KiB",
                      kRingTrial, us[i]});
-  return ways[static_cast<size_t>(std::min_element(us.begin(), us.end()) - us.begin())].tuning;
+  const auto best = static_cast<size_t>(std::min_element(us.begin(), us.end()) - us.begin());
+  for (size_t i = 0; i < ways.size(); i++)
+    if (ways[i].tuning == kDefaultTuning && us[best] > kClearly * us[i]) return kDefaultTuning;
+  return ways[best].tuning;
 }
 
 // The sizes around a long exchange at which reading is clearly faster than the ring; never if it is not at that one.

@@ -148,7 +148,7 @@ def test_measured_once_and_kept(tmp_path):
         pytest.skip("one processor, or a machine too busy to measure")
     assert first[0] is False and second[0] is True and first[2:] == second[2:]
     with open(first[3], "w") as file:
-        file.write("unisono tuning 2\nanother machine\n4294967295\n")
+        file.write("unisono tuning 3\nanother machine\n4294967295\n")
     assert json.loads(run(tmp_path))[0] is False, "a file of another machine, or a broken one, is measured again"
     blocked = tmp_path / "file"
     blocked.write_text("")
