@@ -223,7 +223,10 @@ Requests::Extent Requests::extent(const Call& call) const {
   const std::byte* out = call.out_parts ? call.out_parts[0].ptr : call.out;
   Extent found;
   found.longest = longest_of(call, input_bytes(call));
-  if (out) found.output = (call.out_parts ? sum_of_parts(call.out_parts) : call.count) * dtype_bytes(call.dtype);
+  size_t most = call.out_parts ? sum_of_parts(call.out_parts) : out ? call.count : 0;
+  if (call.verb == Verb::reduce_scatter)
+    for (int r = 0; r < g_.size(); r++) most = std::max(most, call.in_parts[r].count);
+  found.output = most * dtype_bytes(call.dtype);
   found.hidden = (in && !g_.heap().holds(in)) || (out && !g_.heap().holds(out));
   return found;
 }

@@ -40,7 +40,8 @@ class Requests {
   // No rank's input is read where it is, so every rank can serve itself and nobody writes for another.
   bool all_buffered() const;
 
-  // How long this rank's tensors are, in bytes, and whether one of them is not in the heap.
+  // How long this rank's tensors are, in bytes, and whether one of them is not in the heap; of outputs the longest of
+  // all ranks as far as this one knows.
   struct Extent {
     size_t longest = 0, output = 0;
     bool hidden = false;
