@@ -47,6 +47,7 @@ Code Engine::run(Call& call) {
     run_mutex_.unlock();
     return code;
   }
+  call.end_lease();
   if (Failure cause; !group_->usable(cause)) {
     call.failure = cause;
     return cause.code;
@@ -55,6 +56,7 @@ Code Engine::run(Call& call) {
   bool may_interrupt = call.may_interrupt, interrupted = false;
   ticket->call = call;
   ticket->call.may_interrupt = false;  // another thread may run it
+  ticket->call.lease = nullptr;
   submit(ticket);
   wait(*ticket, 0, may_interrupt, interrupted);
   call.seq = ticket->call.seq;
@@ -65,8 +67,11 @@ Code Engine::run(Call& call) {
 Code Engine::run(Call& call, const std::shared_ptr<Message>& message) {
   if (!group_->usable(call.failure)) return call.failure.code;
   call.seq = group_->seq();
-  messages_->add(message);
-  if (messages_->backlog()) start_progress();
+  messages_->add(message, &call);
+  if (messages_->backlog()) {
+    call.end_lease();
+    start_progress();
+  }
   const Driver drives(*this);
   return messages_->wait(message, call);
 }

@@ -29,6 +29,15 @@ struct Epilogue {
   size_t out_bytes() const { return out_count * dtype_bytes(out); }
 };
 
+// What the thread that makes a call has and others want, as an interpreter's lock: given up before the thread waits.
+class Lease {
+ public:
+  virtual void end() = 0;
+
+ protected:
+  ~Lease() = default;
+};
+
 // Multi-part tensors (one part per rank) are given by in_parts / out_parts.
 struct Call {
   Verb verb = Verb::barrier;
@@ -45,6 +54,7 @@ struct Call {
   int64_t timeout_ns = 0;                 // 0: the group's
   bool may_interrupt = false;             // called from Python: look at its signals while waiting
   bool asynchronous = false;              // the caller does not wait, or not here
+  Lease* lease = nullptr;                 // of the thread that runs it, if it has one
   const char* site = nullptr;             // where in the program it was made (recorder.h), for ever; null: not known
   std::function<std::string()> describe;  // words for a mismatch; called without locks held
 
@@ -56,6 +66,10 @@ struct Call {
   uint8_t way = 0, next_way = 0;  // rank 0: how this and the next call of its kind move (verbs/gauge.h)
   bool is_way_timed = false;      // whether the gauge wants to know how long that takes
   Failure failure;
+
+  void end_lease() {
+    if (lease) lease->end();
+  }
 };
 
 }  // namespace unisono

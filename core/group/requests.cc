@@ -67,12 +67,13 @@ Requests::Input Requests::describe(const Call& call) {
   d.has_ring = ring_ != nullptr;
   d.ring = ring_ ? static_cast<uint64_t>(ring_ - g_.heap().base()) : 0;
   d.turn = turn_;
-  d.few_pieces = g_.facts().crowded || has_busy_neighbours();
   d.way = call.way;
   d.next_way = call.next_way;
+  d.few_pieces = false;
   d.tuning = 0;
   d.reads = false;
   if (counts_differ(call.verb) || longest_of(call, bytes) > kDirectFrom) {
+    d.few_pieces = g_.facts().crowded || has_busy_neighbours();
     d.tuning = current_tuning().word();
     d.reads = wants_read(call) && may_be_read(call, bytes);
   }

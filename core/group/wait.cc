@@ -248,6 +248,7 @@ Code Waiter::await_slow(Call& call, Phase phase, uint64_t target, int r, const u
       if (flag.load(std::memory_order_acquire) >= target) return Code::ok;
       pause_cpu();
     }
+  call.end_lease();
   Patience patience(*this, phase == Phase::descriptor ? WaitFor::callers : WaitFor::data, owes);
   for (;;) {
     uint64_t seen = flag.load(std::memory_order_acquire);
@@ -260,6 +261,8 @@ Code Waiter::await_slow(Call& call, Phase phase, uint64_t target, int r, const u
 }
 
 Code Waiter::await_until(Call& call, FunctionRef<bool()> ready, Owes owes, bool at_ease) {
+  if (ready()) return Code::ok;
+  call.end_lease();
   Patience patience(*this, WaitFor::message, owes);
   patience.at_ease = at_ease;
   while (!ready()) {

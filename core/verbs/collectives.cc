@@ -97,6 +97,7 @@ Code Collectives::run_recorded(Call& call) {
   const uint64_t detachments = g_.heap().detachments();
   bool checked = false;
   Code code = meet_and_move(call, checked);
+  if (code != Code::ok) call.end_lease();  // what follows may take a while
   if (code == Code::mismatch) {
     g_.publish(g_.mine().flag(Phase::withdrawn), call.seq);
     requests_.end_call(call);

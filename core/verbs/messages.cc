@@ -39,8 +39,12 @@ bool Messages::let_go() {
   return arena_.let_go();
 }
 
-void Messages::add(std::shared_ptr<Message> message) {
-  std::lock_guard lock(mutex_);
+void Messages::add(std::shared_ptr<Message> message, Call* call) {
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock) {
+    if (call) call->end_lease();
+    lock.lock();
+  }
   Message& m = *message;
   m.seq = ++count_;
   record(m);

@@ -59,7 +59,8 @@ class Messages final : private Scratch::User {
   Messages(Group& group, Waiter& waiter);
   ~Messages();
 
-  void add(std::shared_ptr<Message> message);
+  // Ends the lease of `call`, if there is one, before it waits for another thread.
+  void add(std::shared_ptr<Message> message, Call* call = nullptr);
   // Waits for one message, advancing all. `call` carries the deadline and gets the failure.
   Code wait(const std::shared_ptr<Message>& message, Call& call);
   // Advances all pending messages once.
