@@ -36,14 +36,25 @@ PeerState state_of(const Peer& peer, const Member& member, std::string* reason) 
   return peer.link && peer.link->hung_up() && is_up(Defence::deaths) ? PeerState::died : PeerState::alive;
 }
 
-bool are_crowded(const std::vector<Peer>& peers) {
+namespace {
+
+size_t count_processors(const std::vector<Peer>& peers) {
   std::bitset<1024> processors;
+  for (const Peer& peer : peers) processors |= peer.processors;
+  return processors.count();
+}
+
+}  // namespace
+
+bool are_crowded(const std::vector<Peer>& peers) {
   double quota = INFINITY;
-  for (const Peer& peer : peers) {
-    processors |= peer.processors;
-    quota = std::min(quota, peer.quota);
-  }
-  return static_cast<double>(peers.size()) > std::min(static_cast<double>(processors.count()), quota);
+  for (const Peer& peer : peers) quota = std::min(quota, peer.quota);
+  return static_cast<double>(peers.size()) > std::min(static_cast<double>(count_processors(peers)), quota);
+}
+
+size_t ranks_per_processor(const std::vector<Peer>& peers) {
+  const size_t processors = std::max<size_t>(1, count_processors(peers));
+  return std::max<size_t>(1, (peers.size() + processors - 1) / processors);
 }
 
 namespace {

@@ -29,8 +29,9 @@ struct Peer {  // this rank itself has such an entry too
   double quota = INFINITY;
 };
 
-// Whether ranks have fewer processors than they are.
+// Whether ranks have fewer processors than they are; and how many are on each, if all have as many, at least 1.
 bool are_crowded(const std::vector<Peer>& peers);
+size_t ranks_per_processor(const std::vector<Peer>& peers);
 
 enum class PeerState : uint8_t { alive, left, died };
 

@@ -22,6 +22,7 @@ namespace {
 
 constexpr int kFirstLooks = 100;  // a few microseconds: the usual answer of a rank that is on its way
 constexpr int64_t kMoveEvery = 2'000'000;
+constexpr int64_t kSpinForOthers = 20'000;  // more ranks than processors: for those that run elsewhere
 constexpr int64_t kLookEvery = 1'000'000;
 constexpr int64_t kYieldFor = 3'000'000;  // then sleep: a wake-up costs 50 to 100 us, a busy core costs more
 constexpr int64_t kLongYield = 400'000;   // ranks that wait for each other give way much sooner
@@ -122,13 +123,23 @@ uint32_t Waiter::note_processor() {
   return here;
 }
 
+// Whether somebody who is waited for needs this thread's processor.
+bool Waiter::owes_here(Owes owes) {
+  const uint32_t here = note_processor();
+  for (int r = 0; r < g_.size(); r++)
+    if (r != g_.rank() && g_.peer(r).block.processor().load(std::memory_order_relaxed) == here && owes(r)) return true;
+  return false;
+}
+
 void Waiter::part_ways() {
-  uint32_t here = note_processor();
+  const uint32_t here = note_processor();
   if (here == 0 || here > CPU_SETSIZE) return;
-  bool shared = false;
-  for (int r = 0; r < g_.rank() && !shared; r++)
-    shared = g_.peer(r).block.processor().load(std::memory_order_relaxed) == here;
-  if (!shared) return;
+  auto ranks_on = [&](uint32_t processor, int below) {
+    size_t n = 0;
+    for (int r = 0; r < below; r++) n += g_.peer(r).block.processor().load(std::memory_order_relaxed) == processor;
+    return n;
+  };
+  if (ranks_on(here, g_.rank()) < share_) return;
   int64_t now = now_ns();
   if (now - moved_ns_.load(std::memory_order_relaxed) < kMoveEvery) return;
   moved_ns_.store(now, std::memory_order_relaxed);
@@ -137,8 +148,9 @@ void Waiter::part_ways() {
   elsewhere = allowed;
   for (const Peer& p : g_.peers())
     if (uint32_t m = p.block.processor().load(std::memory_order_relaxed); m && m <= CPU_SETSIZE)
-      CPU_CLR(m - 1, &elsewhere);
+      if (ranks_on(m, g_.size()) >= share_) CPU_CLR(m - 1, &elsewhere);
   if (CPU_COUNT(&elsewhere) == 0) {
+    if (g_.facts().crowded) return;
     elsewhere = allowed;
     CPU_CLR(here - 1, &elsewhere);
     if (CPU_COUNT(&elsewhere) == 0) return;
@@ -213,10 +225,15 @@ bool Waiter::rest(Call& call, Patience& patience, const Flag* flag, uint64_t see
     patience.begin_ns = patience.last_look_ns = now_ns();
     if (call.deadline_ns == 0) set_deadline(call, patience.begin_ns);
   }
-  if (!crowded && patience.turns++ == 0) part_ways();
+  if (patience.turns++ == 0 && !(crowded && has_busy_neighbours())) part_ways();
   if (meanwhile) meanwhile();
   const int64_t now = now_ns(), waited = now - patience.begin_ns;
-  if ((!crowded && waited < spin_ns && !patience.at_ease) || !is_up(Defence::rest)) {
+  int64_t spin_for = spin_ns;
+  if (crowded) {
+    const bool spins = flag && waited < kSpinForOthers && !has_busy_neighbours() && !owes_here(patience.owes);
+    spin_for = spins ? kSpinForOthers : 0;
+  }
+  if ((waited < spin_for && !patience.at_ease) || !is_up(Defence::rest)) {
     for (int i = 0; i < 8; i++) pause_cpu();
   } else if (waited < kYieldFor && !patience.at_ease && !has_busy_neighbours()) {
     give_way();

@@ -7,7 +7,9 @@
 // remembered, and for a while there are none: waits go to sleep at once.
 // Between rests, about every millisecond, look at the group's health (health.cc).
 // Ranks that wait for each other on one processor while another idles are as slow as the scheduler's clock, and the
-// scheduler may leave them there for long. So a waiting rank says where it runs, and of two in one place one moves.
+// scheduler may leave them there for long. So a waiting rank says where it runs, and where there are more than a fair
+// share one moves. With more ranks than processors a yield is for ranks that are waited for and need this processor; if
+// they all run elsewhere, spinning sees them sooner.
 // Invariant: no wait lasts longer than its deadline, or goes on when a rank it needs is gone.
 // Memory order: a flag is loaded with acquire and pairs with Group::publish. A sleeper marks itself in its own `asleep`
 // word; whoever publishes looks there and wakes. That look is not ordered after the publishing store, so a wake-up can
@@ -87,7 +89,7 @@ class Waiter {
   // Whether a peer still has something to do, so that its death matters.
   using Owes = FunctionRef<bool(int)>;
 
-  explicit Waiter(Group& group) : g_(group) {}
+  explicit Waiter(Group& group) : g_(group), share_(ranks_per_processor(group.peers())) {}
 
   // Wait until the flags of all peers (or those marked in `who`) have reached `target`.
   Code await(Call& call, Phase phase, uint64_t target, const uint8_t* who = nullptr);
@@ -116,7 +118,8 @@ class Waiter {
   bool rest(Call& call, Patience& patience, const Flag* flag, uint64_t seen);  // true: look at health now
   bool sleep(const Call& call, Patience& patience, const Flag* flag, uint64_t seen, int64_t now);
   Code look(Call& call, Patience& patience, int64_t now);
-  void part_ways();  // two ranks on one processor while others are idle: one of them moves
+  bool owes_here(Owes owes);
+  void part_ways();  // more ranks than its share on one processor: one of them moves
   void set_deadline(Call& call, int64_t now) const { call.deadline_ns = now + limit_of(call); }
 
   // health.cc
@@ -133,6 +136,7 @@ class Waiter {
 
   friend class MessageSleep;
   Group& g_;
+  const size_t share_;  // ranks on a processor, if all have as many
   std::mutex listeners_mutex_;
   int listeners_ = 0;
   // When a thread of this group last moved to another processor; relaxed, since it only keeps moves apart.

@@ -48,8 +48,8 @@ struct Communicator::Made {
 
 namespace {
 
-// The interpreter's lock while a short call runs. To give it up and take it again costs a tenth of such a call, so it is
-// given up only when the call begins to wait.
+// The interpreter's lock while a short call runs. To give it up and take it again costs a tenth of such a call, so it
+// is given up only when the call begins to wait.
 class InterpreterLease final : public Lease {
  public:
   InterpreterLease() = default;
