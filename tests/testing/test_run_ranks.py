@@ -57,8 +57,9 @@ def larger(group, tensor):
 
 
 def say(group):
-    print("out of", group.rank, flush=True)
-    print("err of", group.rank, file=sys.stderr, flush=True)
+    # One write each: where Python does not buffer, print() writes piece by piece, and ranks that print at once mix.
+    sys.stdout.write(f"out of {group.rank}\n")
+    sys.stderr.write(f"err of {group.rank}\n")
 
 
 @pytest.fixture(autouse=True)
