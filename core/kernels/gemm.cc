@@ -125,7 +125,7 @@ Tile few_tile(const Product& p, const float* a, size_t k0, size_t k, size_t j, s
           .before = nullptr,
           .bias = nullptr,
           .ahead = nullptr,
-          .ahead_row = 0,
+          .ahead_row = kStretch * p.b.row * dtype_bytes(p.b.dtype),
           .ahead_rows = 0,
           .ahead_bytes = 0};
 }

@@ -118,6 +118,9 @@ UNISONO_INLINE void one_panel(const Tile& t, const char* b, size_t at) {
   const size_t b_row = t.b_row * size;
   char* kept = reinterpret_cast<char*>(t.kept);
   auto step = [&]() __attribute__((always_inline)) {
+    if constexpr (simple) {
+      for (size_t by = 0; by < width * size; by += 64) __builtin_prefetch(b + t.ahead_row + by, 0, 2);
+    }
     const Floats x = F::wide(b), y = F::wide(b + lanes * size);
     if constexpr (keeps) {
       store(kept, x);
