@@ -34,6 +34,8 @@ bool cpu_has(Isa isa) {
     case Isa::avx512:
       return cpu_has(Isa::avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    case Isa::avx512_bf16:
+      return cpu_has(Isa::avx512) && __builtin_cpu_supports("avx512bf16");
 #endif
     default:
       return false;
@@ -58,10 +60,20 @@ Isa best_isa() {
   static constinit std::atomic<int> known{detail::kNoIsa};  // written and read here only, relaxed: see above
   int best = known.load(std::memory_order_relaxed);
   if (best == detail::kNoIsa) {
-    best = static_cast<int>(cpu_has(Isa::avx512) ? Isa::avx512 : cpu_has(Isa::avx2) ? Isa::avx2 : Isa::scalar);
+    best = static_cast<int>(Isa::scalar);
+    for (Isa isa : {Isa::avx2, Isa::avx512, Isa::avx512_bf16})
+      if (cpu_has(isa)) best = static_cast<int>(isa);
     known.store(best, std::memory_order_relaxed);
   }
   return static_cast<Isa>(best);
+}
+
+bool is_intel() {
+#if defined(__x86_64__)
+  return __builtin_cpu_is("intel");
+#else
+  return false;
+#endif
 }
 
 bool has_fast_strings() {
@@ -97,6 +109,8 @@ const char* isa_name(Isa isa) {
       return "avx2";
     case Isa::avx512:
       return "avx512";
+    case Isa::avx512_bf16:
+      return "avx512_bf16";
   }
   return "?";
 }

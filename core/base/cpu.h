@@ -9,7 +9,7 @@
 
 namespace unisono {
 
-enum class Isa : uint8_t { scalar, avx2, avx512 };
+enum class Isa : uint8_t { scalar, avx2, avx512, avx512_bf16 };  // each has those before it
 
 Isa best_isa();         // of this CPU (and operating system)
 bool set_isa(Isa isa);  // for tests and for groups whose CPUs differ; false if this CPU lacks it
@@ -20,6 +20,8 @@ namespace detail {
 constexpr int kNoIsa = -1;
 extern std::atomic<int> chosen_isa;
 }  // namespace detail
+
+bool is_intel();
 
 // x86's string instruction moves long strings at full speed: since 2013 at Intel, since 2020 at AMD.
 bool has_fast_strings();

@@ -8,7 +8,7 @@ namespace {
 
 const EpilogueTable& table() {
 #if defined(__x86_64__)
-  if (current_isa() == Isa::avx512) return epilogue_avx512;
+  if (current_isa() >= Isa::avx512) return epilogue_avx512;
   if (current_isa() == Isa::avx2) return epilogue_avx2;
 #endif
   return epilogue_scalar;

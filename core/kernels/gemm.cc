@@ -45,7 +45,7 @@ constexpr size_t kFewChunk = 4096;  // the same of few rows: b is read in stretc
 
 const GemmTable& table() {
 #if defined(__x86_64__)
-  if (current_isa() == Isa::avx512) return gemm_avx512;
+  if (current_isa() >= Isa::avx512) return gemm_avx512;
   if (current_isa() == Isa::avx2) return gemm_avx2;
 #endif
   return gemm_scalar;
@@ -88,7 +88,7 @@ void pack(const GemmTable& t, const Matrix& b, size_t k, size_t n, float* to) {
   to += whole * t.columns * k;
   const Matrix rest = from(b, 0, whole * t.columns);
   n -= whole * t.columns;
-  const Matrix turned{rest.data, rest.dtype, rest.col, rest.row};
+  const Matrix turned{rest.data, rest.dtype, rest.col, rest.row, rest.odd};
   for (size_t j = 0; j < n; j += t.columns)
     t.pack_columns(from(turned, j, 0), std::min(t.columns, n - j), k, n - j, to + j * k, t.columns);
 }
@@ -112,6 +112,7 @@ Tile few_tile(const Product& p, const float* a, size_t k0, size_t k, size_t j, s
           .b = from(p.b, k0, j).data,
           .b_type = p.b.dtype,
           .b_row = p.b.row,
+          .b_odd = 0,
           .b_panel = panel,
           .kept = nullptr,
           .columns = n,
@@ -224,8 +225,8 @@ Ahead what_is_next(const GemmTable& t, const Product& p, const GemmBlock& block,
   const Matrix panel = p.panels ? Matrix{p.b.data, DType::f32, t.columns, 1} : p.b;
   const size_t size = dtype_bytes(panel.dtype);
   const Matrix next = p.panels ? from(panel, j / t.columns * p.k + k0, 0) : from(panel, k0, j);
-  return {static_cast<const std::byte*>(next.data), next.row * size, std::min(t.columns, p.n - j) * size,
-          std::min(block.k, p.k - k0)};
+  return {static_cast<const std::byte*>(next.data), next.row / t.products * size, std::min(t.columns, p.n - j) * size,
+          std::min(block.k, p.k - k0) * t.products};
 }
 
 // Columns [j, j + one panel) of the block, sliver by sliver and run by run. `to_pack`: the panel, where the first
@@ -250,6 +251,7 @@ void multiply_panel(const GemmTable& t, const Product& p, const GemmBlock& block
                 .b = panel + k1 * t.columns,
                 .b_type = DType::f32,
                 .b_row = t.columns,
+                .b_odd = 0,
                 .b_panel = 0,
                 .kept = nullptr,
                 .columns = std::min(t.columns, p.n - j),
@@ -270,7 +272,7 @@ void multiply_panel(const GemmTable& t, const Product& p, const GemmBlock& block
       if (to_pack && i == 0) {
         tile.kept = to_pack + k1 * t.columns;
         tile.b = from(p.b, k0, j).data;
-        tile.b_type = p.b.dtype, tile.b_row = p.b.row;
+        tile.b_type = p.b.dtype, tile.b_row = p.b.row, tile.b_odd = p.b.odd;
       }
       t.tile(tile);
     }
@@ -289,14 +291,14 @@ void multiply_block(const GemmTable& t, const Product& p, const GemmBlock& block
 
 // Runs that are each added to the sum of those before. Where a unit has two, these two are added first, as in the tree
 // order: that is one tile instead of two.
-Runs plain_runs(size_t k, size_t depth) {
-  const bool pairs = depth >= 2 * kRun;
+Runs plain_runs(size_t k, size_t depth, size_t run_length) {
+  const bool pairs = depth >= 2 * run_length;
   const int so_far = pairs ? 1 : 0;  // the level of the sum of those before
   Runs runs;
-  if (k > kRun) runs = {{}, pairs ? size_t{2} : 1, pairs ? size_t{1} : 0};
-  for (size_t k0 = 0, i = 0; k0 < k; k0 += kRun, i++) {
-    const bool last = k0 + kRun >= k, first_of_two = pairs && i % 2 == 0 && !last;
-    Run run{k0, std::min(kRun, k - k0), k0 % depth == 0, 0, last ? -1 : first_of_two ? 0 : so_far};
+  if (k > run_length) runs = {{}, pairs ? size_t{2} : 1, pairs ? size_t{1} : 0};
+  for (size_t k0 = 0, i = 0; k0 < k; k0 += run_length, i++) {
+    const bool last = k0 + run_length >= k, first_of_two = pairs && i % 2 == 0 && !last;
+    Run run{k0, std::min(run_length, k - k0), k0 % depth == 0, 0, last ? -1 : first_of_two ? 0 : so_far};
     if (pairs && i % 2) run.joins = 1;
     if (!first_of_two && i > (pairs ? 1 : 0)) run.joins |= size_t{1} << so_far;
     runs.list.push_back(run);
@@ -307,7 +309,7 @@ Runs plain_runs(size_t k, size_t depth) {
 void multiply_blocks(const GemmTable& t, const Product& p) {
   const size_t deep = kPanel / t.columns;  // a multiple of kRun
   const size_t depth = p.slice ? kTreeDepth : deep;
-  const Runs runs = p.slice ? tree_runs(p.k, p.slice, depth) : plain_runs(p.k, depth);
+  const Runs runs = p.slice ? tree_runs(p.k, p.slice, depth) : plain_runs(p.k, depth, kRun / t.products);
   const size_t most = std::min(p.m, p.slice ? kTreeRows : kRows);
   const size_t panels = (p.slice ? kTreeWaiting : kWaiting) / most / t.columns;
   const size_t chunk = std::min(p.n, panels * t.columns);
@@ -335,6 +337,23 @@ void multiply_blocks(const GemmTable& t, const Product& p) {
       }
 }
 
+#if defined(__x86_64__)
+
+// Of two bfloat16 matrices, where the processor multiplies those in pairs: the same product with pairs for numbers.
+bool has_pairs(const Product& p) {
+  return current_isa() == Isa::avx512_bf16 && p.a.dtype == DType::bf16 && p.b.dtype == DType::bf16 && p.k % 2 == 0 &&
+         !p.slice;
+}
+
+Product in_pairs(Product p) {
+  p.k /= 2;
+  p.a.odd = p.a.col, p.a.col *= 2;
+  p.b.odd = p.b.row, p.b.row *= 2;
+  return p;
+}
+
+#endif
+
 }  // namespace
 
 size_t panel_columns() {
@@ -356,6 +375,9 @@ void multiply(const Product& p) {
     return;
   }
   const bool in_place = !p.panels && p.m <= kFewRows && p.b.col == 1;
+#if defined(__x86_64__)
+  if (!in_place && has_pairs(p)) return multiply_blocks(gemm_avx512_bf16, in_pairs(p));
+#endif
   if (!in_place) return multiply_blocks(table(), p);
   p.slice ? multiply_few_by_tree(table(), p) : multiply_few(table(), p);
 }

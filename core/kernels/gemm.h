@@ -6,6 +6,8 @@
 // tall float32 matrices torch's product is used instead (see fused/gemm.py). The order of an ordinary product's sums
 // depends on its shape, as in every BLAS. With `slice` it is that of runs.h: the same bits for an element whatever the
 // other rows and columns, the instruction set and the dtype its numbers are stored in.
+// Where the processor multiplies bfloat16 in pairs, an ordinary product of two such matrices takes half as long; there
+// numbers below 2^-126 count as zero, as those instructions have it.
 #pragma once
 
 #include "base/types.h"
@@ -16,6 +18,7 @@ struct Matrix {
   const void* data;
   DType dtype;      // f16, bf16 or f32
   size_t row, col;  // strides in elements; quick where one of them is 1
+  size_t odd = 0;   // in pairs (gemm.cc): from the first number of a pair to the second
 };
 
 struct Product {

@@ -22,17 +22,32 @@ constexpr size_t most_rows = 14;
 constexpr size_t most_rows = 6;
 #endif
 
+#if defined(__AVX512BF16__)
+constexpr size_t products = 2;  // numbers are pairs of bfloat16: see gemm_kernels.h
+#else
+constexpr size_t products = 1;
+#endif
+
 typedef uint16_t HalfWords __attribute__((vector_size(vec_bytes / 2)));
 
-// ---- Loads of `lanes` consecutive numbers as float32 ----
+// ---- Loads of `lanes` numbers of one k, consecutive in memory, as float32 or pairs ----
 
-struct FromF32 {
+struct FromF32 {  // or packed pairs
   using Stored = float;
-  static UNISONO_INLINE Floats wide(const char* from) { return load<Floats>(from); }
+  static UNISONO_INLINE Floats wide(const char* from, size_t) { return load<Floats>(from); }
+  static UNISONO_INLINE Floats along(const char* from) { return load<Floats>(from); }
 };
 struct FromBf16 {
   using Stored = uint16_t;
-  static UNISONO_INLINE Floats wide(const char* from) { return reinterpret_cast<Floats>(words(from) << 16); }
+  static UNISONO_INLINE Floats wide(const char* from, [[maybe_unused]] size_t odd) {
+    if constexpr (products == 2) return reinterpret_cast<Floats>(words(from) | words(from + odd) << 16);
+    return reinterpret_cast<Floats>(words(from) << 16);
+  }
+  // Of several k.
+  static UNISONO_INLINE Floats along(const char* from) {
+    if constexpr (products == 2) return load<Floats>(from);
+    return wide(from, 0);
+  }
   // One instruction, of which GCC makes five if it is not named.
   static UNISONO_INLINE Words words(const char* from) {
 #if defined(__AVX512F__)
@@ -46,7 +61,8 @@ struct FromBf16 {
 };
 struct FromF16 {
   using Stored = uint16_t;
-  static UNISONO_INLINE Floats wide(const char* from) {
+  static UNISONO_INLINE Floats along(const char* from) { return wide(from, 0); }
+  static UNISONO_INLINE Floats wide(const char* from, size_t) {
 #if defined(__AVX512F__)
     return _mm512_maskz_cvtph_ps(0xffff, load<__m256i>(from));
 #elif defined(__F16C__)
@@ -59,10 +75,17 @@ struct FromF16 {
 
 // The first `count` lanes, zeros behind them; reads nothing beyond.
 template <class F>
-UNISONO_INLINE Floats wide_part(const char* from, size_t count) {
+UNISONO_INLINE Floats wide_part(const char* from, size_t odd, size_t count) {
+  char held[products][vec_bytes] = {};
+  for (size_t i = 0; i < count * sizeof(typename F::Stored); i++)
+    for (size_t p = 0; p < products; p++) held[p][i] = from[p * odd + i];
+  return F::wide(held[0], vec_bytes);
+}
+template <class F>
+UNISONO_INLINE Floats along_part(const char* from, size_t count) {
   char held[vec_bytes] = {};
-  for (size_t i = 0; i < count * sizeof(typename F::Stored); i++) held[i] = from[i];
-  return F::wide(held);
+  for (size_t i = 0; i < count * products * sizeof(typename F::Stored); i++) held[i] = from[i];
+  return F::along(held);
 }
 
 // ---- Tiles ----
@@ -72,9 +95,11 @@ UNISONO_INLINE Floats spread(const float* from) {
   return reinterpret_cast<Floats>(Words{} + load<uint32_t>(reinterpret_cast<const char*>(from)));
 }
 
-// a * b + c, rounded once, on every instruction set.
+// a * b + c, rounded once, on every instruction set; of pairs the second product, then the first, is added so.
 UNISONO_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
-#if defined(__AVX512F__)
+#if defined(__AVX512BF16__)
+  return _mm512_dpbf16_ps(c, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+#elif defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
 #elif defined(__FMA__)
   return _mm256_fmadd_ps(a, b, c);
@@ -115,13 +140,13 @@ UNISONO_INLINE void one_panel(const Tile& t, const char* b, size_t at) {
     }
   }
   const float* a = t.a;
-  const size_t b_row = t.b_row * size;
+  const size_t b_row = t.b_row * size, odd = t.b_odd * size;
   char* kept = reinterpret_cast<char*>(t.kept);
   auto step = [&]() __attribute__((always_inline)) {
     if constexpr (simple) {
       for (size_t by = 0; by < width * size; by += 64) __builtin_prefetch(b + t.ahead_row + by, 0, 2);
     }
-    const Floats x = F::wide(b), y = F::wide(b + lanes * size);
+    const Floats x = F::wide(b, odd), y = F::wide(b + lanes * size, odd);
     if constexpr (keeps) {
       store(kept, x);
       store(kept + vec_bytes, y);
@@ -204,9 +229,10 @@ void last_panel(const Tile& t, const char* b, size_t at, size_t columns) {
     some = rest < stretch ? rest : stretch;
     for (size_t i = 0; i < some; i++) {
       const char* from = b + (k + i) * t.b_row * size;
+      const size_t odd = t.b_odd * size;
       char* to = reinterpret_cast<char*>(held + i * width);
-      store(to, wide_part<F>(from, left));
-      store(to + vec_bytes, wide_part<F>(from + lanes * size, columns - left));
+      store(to, wide_part<F>(from, odd, left));
+      store(to + vec_bytes, wide_part<F>(from + lanes * size, odd, columns - left));
     }
     Tile inner = t;
     inner.k = some, inner.first = 0, inner.a = t.a + k * rows, inner.b_row = width, inner.c = part, inner.c_row = width;
@@ -249,6 +275,14 @@ void packing_tile_rows(const Tile& t) {
   if constexpr (rows > 1) packing_tile_rows<F, rows - 1>(t);
 }
 
+#if defined(__AVX512BF16__)
+
+void tile(const Tile& t) {
+  t.kept ? packing_tile_rows<FromBf16, most_rows>(t) : tile_rows<FromF32, most_rows>(t);
+}
+
+#else
+
 void tile(const Tile& t) {
   if (t.kept) {
     if (t.b_type == DType::f32) return packing_tile_rows<FromF32, most_rows>(t);
@@ -260,25 +294,29 @@ void tile(const Tile& t) {
   return tile_rows<FromF16, kFewRows>(t);
 }
 
+#endif
+
 // ---- Packing ----
 
 template <class F>
 void pack_of(const Matrix& b, size_t k, size_t panels, float* to) {
   constexpr size_t size = sizeof(typename F::Stored);
   const char* from = static_cast<const char*>(b.data);
-  const size_t panel_bytes = k * width * sizeof(float);
+  const size_t panel_bytes = k * width * sizeof(float), odd = b.odd * size;
   char* out = reinterpret_cast<char*>(to);
   for (size_t i = 0; i < k; i++, from += b.row * size, out += width * sizeof(float))
     for (size_t p = 0; p < panels; p++) {
-      store(out + p * panel_bytes, F::wide(from + p * width * size));
-      store(out + p * panel_bytes + vec_bytes, F::wide(from + (p * width + lanes) * size));
+      store(out + p * panel_bytes, F::wide(from + p * width * size, odd));
+      store(out + p * panel_bytes + vec_bytes, F::wide(from + (p * width + lanes) * size, odd));
     }
 }
 
 void pack(const Matrix& b, size_t k, size_t panels, float* to) {
-  if (b.dtype == DType::f32) return pack_of<FromF32>(b, k, panels, to);
-  if (b.dtype == DType::bf16) return pack_of<FromBf16>(b, k, panels, to);
-  return pack_of<FromF16>(b, k, panels, to);
+  if constexpr (products == 1) {
+    if (b.dtype == DType::f32) return pack_of<FromF32>(b, k, panels, to);
+    if (b.dtype == DType::f16) return pack_of<FromF16>(b, k, panels, to);
+  }
+  pack_of<FromBf16>(b, k, panels, to);
 }
 
 // A square of numbers is turned by exchanging ever smaller halves.
@@ -303,12 +341,14 @@ template <class F>
 void pack_columns_of(const Matrix& from, size_t rows, size_t columns, size_t readable, float* to, size_t to_column) {
   constexpr size_t size = sizeof(typename F::Stored);
   const char* const data = static_cast<const char*>(from.data);
+  const size_t odd = from.odd * size;
+  const bool is_along = products == 2 ? from.odd == 1 && from.col == 2 : from.col == 1;
   if (from.row == 1) {
     for (size_t k = 0; k < columns; k++)
       for (size_t i = 0; i < rows; i += lanes) {
         const char* const at = data + (i + k * from.col) * size;
         char* const out = reinterpret_cast<char*>(to + k * to_column + i);
-        store(out, i + lanes <= readable ? F::wide(at) : wide_part<F>(at, readable - i));
+        store(out, i + lanes <= readable ? F::wide(at, odd) : wide_part<F>(at, odd, readable - i));
       }
     return;
   }
@@ -323,13 +363,15 @@ void pack_columns_of(const Matrix& from, size_t rows, size_t columns, size_t rea
         const char* const at = data + ((i + l) * from.row + k * from.col) * size;
         if (i + l >= rows) {
           v[l] = Floats{};
-        } else if (from.col == 1) {
+        } else if (is_along) {
           __builtin_prefetch(at + rows * from.row * size);  // the next sliver's
-          v[l] = across == lanes ? F::wide(at) : wide_part<F>(at, across);
+          v[l] = across == lanes ? F::along(at) : along_part<F>(at, across);
         } else {
           char held[vec_bytes] = {};
-          for (size_t c = 0; c < across; c++) __builtin_memcpy(held + c * size, at + c * from.col * size, size);
-          v[l] = F::wide(held);
+          for (size_t c = 0; c < across; c++)
+            for (size_t p = 0; p < products; p++)
+              __builtin_memcpy(held + (c * products + p) * size, at + c * from.col * size + p * odd, size);
+          v[l] = F::along(held);
         }
       }
       transpose<lanes / 2>(v);
@@ -341,15 +383,17 @@ void pack_columns_of(const Matrix& from, size_t rows, size_t columns, size_t rea
 }
 
 void pack_columns(const Matrix& from, size_t rows, size_t columns, size_t readable, float* to, size_t to_column) {
-  if (from.dtype == DType::f32) return pack_columns_of<FromF32>(from, rows, columns, readable, to, to_column);
-  if (from.dtype == DType::bf16) return pack_columns_of<FromBf16>(from, rows, columns, readable, to, to_column);
-  return pack_columns_of<FromF16>(from, rows, columns, readable, to, to_column);
+  if constexpr (products == 1) {
+    if (from.dtype == DType::f32) return pack_columns_of<FromF32>(from, rows, columns, readable, to, to_column);
+    if (from.dtype == DType::f16) return pack_columns_of<FromF16>(from, rows, columns, readable, to, to_column);
+  }
+  pack_columns_of<FromBf16>(from, rows, columns, readable, to, to_column);
 }
 
 }  // namespace
 
 #define UNISONO_JOIN_(a, b) a##b
 #define UNISONO_JOIN(a, b) UNISONO_JOIN_(a, b)
-constinit const GemmTable UNISONO_JOIN(gemm_, UNISONO_ISA) = {most_rows, width, tile, pack, pack_columns};
+constinit const GemmTable UNISONO_JOIN(gemm_, UNISONO_ISA) = {most_rows, width, products, tile, pack, pack_columns};
 
 }  // namespace unisono

@@ -15,6 +15,9 @@ constexpr size_t kFewRows = 4;  // up to here b is read where it is
 // `first` it is two chains, of which the first is the first of the lefts. Columns come in panels of the table's width;
 // the last may be narrower.
 //
+// In a table of pairs, numbers of k go two by two: what is said of one k here holds for a pair of bfloat16, which is as
+// long as a float32, `b` is stored as bfloat16, and each chain adds the second product of a pair, then the first.
+//
 // Meanwhile `ahead_rows` rows of what is packed next, `ahead_bytes` long each, are asked for from memory.
 struct Tile {
   size_t rows;  // 1 to the table's most
@@ -24,6 +27,7 @@ struct Tile {
   const void* b;
   DType b_type;
   size_t b_row;    // from one k to the next
+  size_t b_odd;    // in pairs: from the first number to the second
   size_t b_panel;  // from one panel to the next
   float* kept;     // where one whole panel of b, of any dtype, is packed on the way; null: nowhere
   size_t columns;
@@ -41,6 +45,7 @@ struct Tile {
 
 struct GemmTable {
   size_t rows, columns;  // the most rows of a tile, the columns of a panel
+  size_t products;       // of one k: 2 in a table of pairs, else 1
   void (*tile)(const Tile&);
   // k rows of whole panels of b as float32, panel after panel; b.col is 1.
   void (*pack)(const Matrix& b, size_t k, size_t panels, float* to);
@@ -53,6 +58,7 @@ extern const GemmTable gemm_scalar;
 #if defined(__x86_64__)
 extern const GemmTable gemm_avx2;
 extern const GemmTable gemm_avx512;
+extern const GemmTable gemm_avx512_bf16;  // pairs
 #endif
 
 }  // namespace unisono

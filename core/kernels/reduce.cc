@@ -22,6 +22,7 @@ const KernelTable& table_of(Isa isa) {
     case Isa::avx2:
       return kernels_avx2;
     case Isa::avx512:
+    case Isa::avx512_bf16:
       return kernels_avx512;
 #endif
     default:

@@ -149,8 +149,9 @@ void add_functions(nb::module_& m) {
     return nb::str(site ? site : "");
   });
   m.def("isa", [] { return isa_name(current_isa()); });
+  m.def("is_intel", is_intel);
   m.def("set_isa", [](const std::string& name) {
-    for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512})
+    for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512, Isa::avx512_bf16})
       if (name == isa_name(isa)) return set_isa(isa);
     return false;
   });

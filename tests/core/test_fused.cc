@@ -25,7 +25,7 @@ void expect(bool ok, const char* what, size_t detail = 0) {
 
 std::vector<Isa> isas() {
   std::vector<Isa> list;
-  for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512})
+  for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512, Isa::avx512_bf16})
     if (set_isa(isa)) list.push_back(isa);
   set_isa(best_isa());
   return list;

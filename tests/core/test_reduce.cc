@@ -138,7 +138,7 @@ std::vector<double> random_factors(size_t n) {
 
 std::vector<Isa> instruction_sets() {
   std::vector<Isa> found;
-  for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
+  for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512, Isa::avx512_bf16}) {
     if (set_isa(isa)) found.push_back(isa);
   }
   return found;

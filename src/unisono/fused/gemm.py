@@ -25,6 +25,9 @@ FEW_ROWS = 4  # as in core/kernels/gemm_kernels.h: up to here the core reads a w
 _BLOCK = 1 << 18  # elements of a 16-bit weight that are turned into float32 at a time: half of a usual L2 cache
 _LONGEST_BLOCK = 255  # as in core/kernels/runs.h
 _MANY_ROWS = 128  # from here on torch's float32 matmul is about as fast as the core in one thread, and can use more
+# What says so on processors that are not Intel's: torch's BLAS there, MKL, uses no AVX-512 and takes twice as long.
+_BEATS_MKL = ("avx512", "avx512_bf16")
+_PAIRS = "avx512_bf16"  # the core multiplies bfloat16 as it is, for which there is nothing to prepare
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -62,6 +65,8 @@ class PreparedWeight:
         k, n = weight.shape
         self.ready = self.weight
         if self.dtype is torch.float64:
+            return
+        if self.dtype is torch.bfloat16 and _core.isa() == _PAIRS:
             return
         if _is_for_core(self.dtype, FEW_ROWS + 1):
             width = _core.panel_columns()
@@ -197,4 +202,7 @@ def _is_for_core(dtype: torch.dtype, rows: int) -> bool:
     """
     if settings.gemm:
         return settings.gemm == "core"
-    return _core.isa() != "scalar" and (dtype is not torch.float32 or rows < _MANY_ROWS)
+    isa = _core.isa()
+    if dtype is torch.float32 and rows >= _MANY_ROWS:
+        return isa in _BEATS_MKL and not _core.is_intel()
+    return isa != "scalar"
