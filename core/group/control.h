@@ -176,7 +176,7 @@ enum class Carrier : uint8_t { inlined, place, staged };  // what holds a messag
 constexpr size_t kSendBuffer = kRingBytes / 2;            // through which a longer message is staged
 // Bytes moved before the other end is told: few turns, but so many that both ends are at work together.
 inline size_t send_turn(size_t bytes) {
-  return std::clamp<size_t>(bytes / 4, 16 << 10, 128 << 10);
+  return std::clamp<size_t>(bytes / 8, 16 << 10, 64 << 10);
 }
 
 struct Envelope {  // copied once by the receiver

@@ -168,7 +168,7 @@ Ways Collectives::ways_of(const Call& call, const Requests::Extent& extent) cons
   if (better_read) ways.add(kSingleCopy);
   for (const uint8_t past : {uint8_t{0}, outputs}) {
     if (!is_chosen || !better_read) {
-      if (is_staged && has_fast_strings()) ways.add(kByStrings | past);
+      if (has_fast_strings() && (is_staged || (call.op == RedOp::none && !past))) ways.add(kByStrings | past);
       ways.add(past);
       if (is_staged) ways.add(kStagePastCaches | past);
     }

@@ -14,15 +14,9 @@
 #include <vector>
 
 #include "group/requests.h"
-#include "kernels/reduce.h"
 #include "verbs/gauge.h"
 
 namespace unisono {
-
-// How slots and stages are filled.
-inline auto copy_to_stage(uint8_t way) {
-  return way & kByStrings ? copy_over : way & kStagePastCaches ? copy_stream : copy_bytes;
-}
 
 // What the calls of a group know from earlier ones about moving pieces.
 struct Staging {

@@ -70,7 +70,7 @@ Code Mover::copy_buffered() {
 
 Code Mover::copy_block(std::byte* to, const std::byte* from, size_t n) {
   if (to == from) return Code::ok;
-  const auto copy = goes(kOutputsPastCaches) ? copy_stream : copy_bytes;
+  const auto copy = copy_to_output(request(0).way);
   for (size_t done = 0; done < n; done += kWorkBlock) {
     size_t part = std::min(kWorkBlock, n - done);
     if (Code code = look(part); code != Code::ok) return code;
@@ -266,9 +266,7 @@ class Mover::StagedCopy {
         staged_(staged),
         same_for_all_(mover.is_same_for_all()),
         base_(mover.staging_.pieces),
-        copy_out_(mover.goes(kOutputsPastCaches) ? copy_stream
-                  : mover.goes(kByStrings)       ? copy_over
-                                                 : copy_bytes) {}
+        copy_out_(copy_to_output(mover.request(0).way)) {}
   Code run();
 
  private:

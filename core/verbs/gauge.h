@@ -18,8 +18,18 @@
 #include <cstdint>
 
 #include "base/types.h"
+#include "group/control.h"
+#include "kernels/reduce.h"
 
 namespace unisono {
+
+// How slots and stages are filled, and outputs written.
+inline auto copy_to_stage(uint8_t way) {
+  return way & kByStrings ? copy_over : way & kStagePastCaches ? copy_stream : copy_bytes;
+}
+inline auto copy_to_output(uint8_t way) {
+  return way & kOutputsPastCaches ? copy_stream : way & kByStrings ? copy_over : copy_bytes;
+}
 
 // At most so many ways for one call; the first is taken while nothing is known.
 struct Ways {

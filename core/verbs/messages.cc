@@ -194,6 +194,17 @@ void Messages::look_briefly(const Message& m) const {
   for (int i = 0; i < kLooks && m.awaited->load(std::memory_order_relaxed) != m.awaited_value; i++) pause_cpu();
 }
 
+// The same of the other end, which is at work on the next turn of this message.
+uint64_t Messages::look_briefly_for_more(const Flag& flag, uint64_t seen) const {
+  constexpr int kLooks = 64;
+  uint64_t now = flag.load(std::memory_order_acquire);
+  for (int i = 0; i < kLooks && now == seen && !g_.facts().crowded; i++) {
+    pause_cpu();
+    now = flag.load(std::memory_order_acquire);
+  }
+  return now;
+}
+
 Code Messages::wait(const std::shared_ptr<Message>& message, Call& call) {
   Message& m = *message;
   look_briefly(m);

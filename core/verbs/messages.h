@@ -18,6 +18,7 @@
 
 #include "group/wait.h"
 #include "verbs/arena.h"
+#include "verbs/gauge.h"
 
 namespace unisono {
 
@@ -48,6 +49,8 @@ struct Message {
   const Flag* awaited = nullptr;
   uint64_t awaited_value = 0;
   size_t moved = 0;
+  Gauge::Plan plan;                    // of a receive: how it writes its tensor
+  int64_t began_ns = 0;                // of a receive whose time the gauge wants
   Heap::Told told;                     // of a send that is read where it is
   std::byte* buffer = nullptr;         // staged sends
   std::unique_ptr<std::byte[]> owned;  // of unexpected messages, and of sends that wait for an entry
@@ -92,6 +95,7 @@ class Messages final : private Scratch::User {
   void step();
   void step_sends();
   void look_briefly(const Message& m) const;
+  uint64_t look_briefly_for_more(const Flag& flag, uint64_t seen) const;
   static bool is_over(const Message& m);
   void complete(Message& m);
   void count();
@@ -117,6 +121,9 @@ class Messages final : private Scratch::User {
   bool read(Message& m);
   bool read_hidden(Message& m);
   bool read_staged(Message& m);
+  Gauge::Key key_of(const Message& m) const;
+  void plan_writing(Message& m);
+  void note_writing(const Message& m);
   void end_receive(Message& m);
   uint64_t seen(int from);
   bool match(Message& m);
@@ -135,6 +142,7 @@ class Messages final : private Scratch::User {
   std::mutex mutex_;
   std::list<std::shared_ptr<Message>> sends_, receives_;
   std::deque<std::shared_ptr<Message>> unexpected_;
+  Gauge ways_;  // how long messages are written best by their receiver: its own affair
   std::vector<Lingering> lingering_;
   const uint64_t depth_;                       // entries of a mailbox
   std::vector<uint64_t> next_out_, next_in_;   // per peer: the next entry to post; the oldest not done with

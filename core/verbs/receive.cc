@@ -176,6 +176,27 @@ void Messages::step_receive(Message& m) {
   if (m.failure.code != Code::ok || read(m)) end_receive(m);
 }
 
+Gauge::Key Messages::key_of(const Message& m) const {
+  return {Verb::recv, m.envelope.carrier == Carrier::staged, m.bytes};
+}
+
+// Long tensors are not in the caches anyway, where others would be driven out.
+void Messages::plan_writing(Message& m) {
+  constexpr size_t kPlannedFrom = 2 << 20;
+  m.plan = {};
+  if (has_fast_strings()) m.plan.way = kByStrings;
+  if (m.bytes < kPlannedFrom) return;
+  Ways ways;
+  ways.add(m.plan.way);
+  ways.add(kOutputsPastCaches);
+  m.plan = ways_.plan(key_of(m), ways);
+  if (m.plan.is_timed) m.began_ns = now_ns();
+}
+
+void Messages::note_writing(const Message& m) {
+  if (m.plan.is_timed) ways_.note(key_of(m), m.plan.way, now_ns() - m.began_ns);
+}
+
 // True: it has been read, or cannot be.
 bool Messages::read(Message& m) {
   if (m.envelope.carrier == Carrier::staged) return read_staged(m);
@@ -190,7 +211,9 @@ bool Messages::read(Message& m) {
   if (!m.envelope.place && m.envelope.place.word) {
     if (!read_hidden(m)) return false;
   } else if (const std::byte* from = g_.resolve(m.envelope.place, m.bytes)) {
-    copy_bytes(m.data, from, m.bytes);
+    plan_writing(m);
+    copy_to_output(m.plan.way)(m.data, from, m.bytes);
+    note_writing(m);
   } else {
     fail(m.failure, Code::system, "a message names an impossible place", {m.source});
     return true;
@@ -221,13 +244,18 @@ bool Messages::read_staged(Message& m) {
     return true;
   }
   Reply& reply = own_reply(m.source, m.index);
-  const auto filled = std::min<size_t>(incoming(m.source, m.index).filled.load(std::memory_order_acquire), m.bytes);
+  const Flag& flag = incoming(m.source, m.index).filled;
+  auto filled = std::min<size_t>(flag.load(std::memory_order_acquire), m.bytes);
+  if (m.moved == 0 && filled) plan_writing(m);
+  const auto copy = copy_to_output(m.plan.way);
   while (m.moved < filled) {
     size_t at = m.moved % room, n = std::min({filled - m.moved, room - at, send_turn(m.bytes)});
-    copy_over(m.data + m.moved, from + at, n);
+    copy(m.data + m.moved, from + at, n);
     m.moved += n;
     if (room < m.bytes) g_.publish_to(m.source, reply.drained, m.moved);  // else the sender waits for no room
+    if (m.moved == filled && filled < m.bytes) filled = std::min<size_t>(look_briefly_for_more(flag, filled), m.bytes);
   }
+  if (m.moved == m.bytes) note_writing(m);
   return m.moved == m.bytes;
 }
 

@@ -287,7 +287,7 @@ Code Mover::SharedReduction::reduce_block(uint64_t p, size_t s, size_t element, 
 
 void Mover::SharedReduction::copy_out(uint64_t p) {
   const size_t n = piece_count(p);
-  const auto copy = stream_ ? copy_stream : m_.goes(kByStrings) ? copy_over : copy_bytes;
+  const auto copy = copy_to_output(m_.request(0).way);
   for (size_t k = 1; k < ranks_; k++) {
     const size_t r = (self_ + k) % ranks_;
     each(p, share(p, n, r), share(p, n, r + 1), [&](size_t s, size_t element, size_t at, size_t count) {
