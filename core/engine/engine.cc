@@ -66,14 +66,19 @@ Code Engine::run(Call& call) {
 
 Code Engine::run(Call& call, const std::shared_ptr<Message>& message) {
   if (!group_->usable(call.failure)) return call.failure.code;
+  post(call, message);
+  const Driver drives(*this);
+  return messages_->wait(message, call);
+}
+
+bool Engine::post(Call& call, const std::shared_ptr<Message>& message) {
   call.seq = group_->seq();
   messages_->add(message, &call);
   if (messages_->backlog()) {
     call.end_lease();
     start_progress();
   }
-  const Driver drives(*this);
-  return messages_->wait(message, call);
+  return message->done.load(std::memory_order_acquire);
 }
 
 // Nobody here is woken by what comes from outside, and the threads that bring it need processors: rest soon.
@@ -101,11 +106,12 @@ int Engine::await_outside(FunctionRef<bool()> ready, FunctionRef<bool()> stop, i
 
 void Engine::submit(const std::shared_ptr<Ticket>& ticket) {
   Failure cause;
-  if (!group_->usable(cause)) return refuse(*ticket, cause);
-  if (ticket->message) {
-    messages_->add(ticket->message);
-    if (messages_->backlog()) start_progress();
+  if (!group_->usable(cause)) {
+    // One that has begun would still be written to, by whoever moves messages on.
+    if (ticket->message && ticket->message->seq) messages_->fail_all(cause);
+    return refuse(*ticket, cause);
   }
+  if (ticket->message && !ticket->message->seq) post(ticket->call, ticket->message);
   bool refused = false;
   {
     std::lock_guard lock(queue_mutex_);
@@ -210,10 +216,12 @@ bool Engine::run_head(bool may_interrupt, const Ticket* awaited, WaitLine* line)
 }
 
 bool Engine::wait(Ticket& ticket, int64_t timeout_ns, bool may_interrupt, bool& interrupted) {
-  const int64_t begin = now_ns();
-  int64_t last_look = begin;
   interrupted = false;
   if (refuse_forked(ticket)) return true;
+  if (ticket.message && messages_->comes_soon(*ticket.message)) end_messages();
+  if (ticket.done.load(std::memory_order_acquire)) return true;
+  const int64_t begin = now_ns();
+  int64_t last_look = begin;
   WaitLine line(group_->heap().recorder());
   DeadlockFinder finder(*group_);
   MessageSleep until_moved(waiter_);

@@ -46,7 +46,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   Code run(Call& call);                                           // a collective, now
   Code run(Call& call, const std::shared_ptr<Message>& message);  // a message, now
-  void submit(const std::shared_ptr<Ticket>& ticket);
+  // Begins a message in a group that can be used. True: it is over. Otherwise it goes on while somebody waits for it,
+  // or once it is submitted.
+  bool post(Call& call, const std::shared_ptr<Message>& message);
+  void submit(const std::shared_ptr<Ticket>& ticket);  // in the background
   // Waits for a ticket. On timeout (0: none) returns false and leaves it running.
   bool wait(Ticket& ticket, int64_t timeout_ns, bool may_interrupt, bool& interrupted);
   // Gives up a receive that nothing has come for.

@@ -13,6 +13,7 @@
 #include "python/communicator.h"
 #include "python/eager.h"
 #include "python/gradients.h"
+#include "python/handles.h"
 #include "python/listener.h"
 #include "python/memory.h"
 #include "python/products.h"
@@ -96,7 +97,7 @@ auto operator""_any(const char* name, size_t) {
 void add_functions(nb::module_& m) {
   m.def(
       "setup",
-      [](nb::handle tensor, nb::handle reduce_op, nb::object handle, nb::object make_error,
+      [](nb::handle tensor, nb::handle reduce_op, nb::handle handle, nb::handle finished, nb::object make_error,
          nb::object make_argument_error, nb::object warn, std::vector<std::string> library_folders,
          const std::string& trace_folder, int trace_signal, uint64_t heap_max, int64_t spin_us,
          uint64_t fork_copy_max) {
@@ -104,7 +105,8 @@ void add_functions(nb::module_& m) {
         learn_gradients(tensor);
         learn_reduce_ops(reduce_op);
         learn_torch();
-        hooks = {std::move(make_error), std::move(make_argument_error), std::move(handle), std::move(warn)};
+        learn_handles(handle, finished);
+        hooks = {std::move(make_error), std::move(make_argument_error), std::move(warn)};
         set_library_folders(std::move(library_folders));
         set_trace_folder(trace_folder);
         if (trace_signal && !dump_on_signal(trace_signal)) throw nb::value_error("UNISONO_TRACE_SIGNAL: not possible");
@@ -112,8 +114,8 @@ void add_functions(nb::module_& m) {
         if (spin_us >= 0) spin_ns = spin_us * 1000;
         set_fork_copy_max(fork_copy_max);
       },
-      nb::kw_only(), "tensor"_a, "reduce_op"_a, "handle"_a, "make_error"_a, "make_argument_error"_a, "warn"_a,
-      "library_folders"_a, "trace_folder"_a, "trace_signal"_a, "heap_max"_a, "spin_us"_a, "fork_copy_max"_a);
+      nb::kw_only(), "tensor"_a, "reduce_op"_a, "handle"_a, "finished"_a, "make_error"_a, "make_argument_error"_a,
+      "warn"_a, "library_folders"_a, "trace_folder"_a, "trace_signal"_a, "heap_max"_a, "spin_us"_a, "fork_copy_max"_a);
   m.def("record_calls", [](bool on) { records_calls.store(on, std::memory_order_relaxed); }, "on"_a);
   m.def(
       "read_op",

@@ -8,6 +8,7 @@
 
 #include "kernels/epilogue.h"
 #include "python/gradients.h"
+#include "python/handles.h"
 #include "python/sites.h"
 #include "python/tensors.h"
 
@@ -445,14 +446,14 @@ void Communicator::run_now(Call& call) {
 }
 
 nb::object Communicator::start(std::shared_ptr<Ticket> ticket, nb::list kept, nb::handle outputs) {
-  const char* verb = verb_name(ticket->call.verb);
+  const Verb verb = ticket->call.verb;
   Pending::reap();
   {
     nb::gil_scoped_release release;
     engine_->submit(ticket);
   }
   auto pending = std::make_unique<Pending>(engine_, std::move(ticket), std::move(kept));
-  return hooks.make_handle(nb::cast(std::move(pending)), verb, outputs);
+  return make_handle(nb::cast(std::move(pending)), verb, outputs);
 }
 
 nb::object Communicator::exchange_message(Verb verb, nb::handle tensor, int peer, nb::handle tag, nb::handle timeout_s,
@@ -472,12 +473,7 @@ nb::object Communicator::exchange_message(Verb verb, nb::handle tensor, int peer
   call.site = message->site = find_call_site();
   call.timeout_ns = call_timeout_ns(timeout_s);
   if (!engine_) return nb::none();
-  if (async_op) {
-    auto ticket = std::make_shared<Ticket>();
-    ticket->call = std::move(call);
-    ticket->message = std::move(message);
-    return start(std::move(ticket), keep({tensor}), tensor);
-  }
+  if (async_op) return start_message(call, std::move(message), tensor);
   call.may_interrupt = true;
   Code code;
   {
@@ -488,6 +484,23 @@ nb::object Communicator::exchange_message(Verb verb, nb::handle tensor, int peer
   }
   if (code != Code::ok) raise(call.failure);
   return verb == Verb::recv ? nb::cast(message->source) : nb::none();
+}
+
+// One that is over at once needs no ticket: nobody has to follow it.
+nb::object Communicator::start_message(Call& call, std::shared_ptr<Message> message, nb::handle tensor) {
+  bool over = false;
+  if (Failure cause; group().usable(cause)) {
+    InterpreterLease lease;
+    call.lease = &lease;
+    if (message->bytes > kShortMessage) lease.end();
+    over = engine_->post(call, message);
+    call.lease = nullptr;
+  }
+  if (over && message->failure.code == Code::ok) return finished_handle(call.verb, message->source, tensor);
+  auto ticket = std::make_shared<Ticket>();
+  ticket->call = std::move(call);
+  ticket->message = std::move(message);
+  return start(std::move(ticket), keep({tensor}), tensor);
 }
 
 // A rank may write to itself, as long as it does not wait before it reads.

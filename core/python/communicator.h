@@ -115,6 +115,7 @@ class Communicator {
   nb::object start(std::shared_ptr<Ticket> ticket, nb::list keep, nb::handle outputs);
   nb::object exchange_message(Verb verb, nb::handle tensor, int peer, nb::handle tag, nb::handle timeout_s,
                               bool async_op);
+  nb::object start_message(Call& call, std::shared_ptr<Message> message, nb::handle tensor);
   int partner(nb::handle peer, const char* argument, bool async_op) const;
   void expect_shared(const View& view, const char* argument);
 

@@ -20,7 +20,6 @@ namespace unisono {
 struct Hooks {
   nb::object make_error;           // (code, verb, seq, group, rank, peers, text, lines, first_cause) -> exception
   nb::object make_argument_error;  // (rule, argument, expected, got, other, index) -> exception
-  nb::object make_handle;          // (pending, verb, outputs) -> what an asynchronous call returns
   nb::object warn;                 // (text): into the program's log
 };
 extern Hooks& hooks;

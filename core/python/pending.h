@@ -54,8 +54,8 @@ class Pending {
     engine_->withdraw(*ticket_);
   }
   bool wait(double timeout_s) {
-    bool over, interrupted = false;
-    {
+    bool over = done(), interrupted = false;
+    if (!over) {
       nb::gil_scoped_release release;
       over = engine_->wait(*ticket_, nanoseconds(timeout_s), true, interrupted);
     }

@@ -205,6 +205,13 @@ uint64_t Messages::look_briefly_for_more(const Flag& flag, uint64_t seen) const 
   return now;
 }
 
+bool Messages::comes_soon(const Message& m) {
+  if (m.done.load(std::memory_order_acquire)) return true;
+  look_briefly(m);
+  advance();
+  return m.done.load(std::memory_order_acquire);
+}
+
 Code Messages::wait(const std::shared_ptr<Message>& message, Call& call) {
   Message& m = *message;
   look_briefly(m);

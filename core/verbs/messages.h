@@ -44,8 +44,8 @@ struct Message {
   bool started = false;  // a send: has an entry; a receive: has found its message
   uint64_t index = 0;    // of the entry in its mailbox
   Envelope envelope{};   // of a receive: what the entry said when it was taken
-  // Of a receive that has found nothing: the flag that its sender changes next, and to what. Set by Messages::add and
-  // read by Messages::wait, in one thread.
+  // Of a receive that has found nothing: the flag that its sender changes next, and to what. Set by Messages::add,
+  // before anybody can wait for it.
   const Flag* awaited = nullptr;
   uint64_t awaited_value = 0;
   size_t moved = 0;
@@ -66,6 +66,8 @@ class Messages final : private Scratch::User {
   void add(std::shared_ptr<Message> message, Call* call = nullptr);
   // Waits for one message, advancing all. `call` carries the deadline and gets the failure.
   Code wait(const std::shared_ptr<Message>& message, Call& call);
+  // Looks whether it is over within a microsecond or so.
+  bool comes_soon(const Message& message);
   // Advances all pending messages once.
   void advance();
   size_t pending() const { return pending_.load(std::memory_order_relaxed); }

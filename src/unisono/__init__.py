@@ -16,6 +16,7 @@ import torch as _torch
 
 from . import _core
 from .base import errors, log, settings
+from .base.handle import Finished as _Finished
 from .base.handle import Handle as _Handle
 from .version import __version__ as __version__
 
@@ -23,6 +24,7 @@ _core.setup(
     tensor=_torch.Tensor,
     reduce_op=_torch.distributed.ReduceOp,
     handle=_Handle,
+    finished=_Finished,
     make_error=errors.make_error,
     make_argument_error=errors.make_argument_error,
     warn=log.warn,

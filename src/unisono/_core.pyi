@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from .base.errors import ArgumentError, UnisonoError
-from .base.handle import Handle
+from .base.handle import Finished, Handle
 
 _ReduceOp = str | dist.ReduceOp | dist.ReduceOp.RedOpType
 
@@ -17,7 +17,8 @@ def setup(
     *,
     tensor: type[torch.Tensor],
     reduce_op: type[dist.ReduceOp],
-    handle: Callable[[Pending, str, Any], Handle],
+    handle: type[Handle],
+    finished: type[Finished],
     make_error: Callable[..., UnisonoError],
     make_argument_error: Callable[[str, str, Any, Any, str, int], ArgumentError],
     warn: Callable[[str], None],

@@ -45,6 +45,7 @@ def count_bytes(backend, paths, n):
         dist.barrier()
         time.sleep(0.05)
         before = sent_by(paths)
+        dist.barrier()  # nobody sends before all have read
         call()
         dist.barrier()
         time.sleep(0.05)

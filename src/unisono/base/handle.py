@@ -52,6 +52,8 @@ class Handle:
         With ``timeout``, in seconds or as a timedelta, raises CollectiveTimeoutError after that time; the call itself
         goes on and can be waited for again.
         """
+        if self._pending.__class__ is Finished:
+            return
         limit_s = 0.0
         if timeout is not None:
             limit_s = max(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout, 1e-9)
@@ -147,7 +149,10 @@ class Handle:
 class Finished:
     """A call that was over before its handle was made."""
 
-    source = -1
+    __slots__ = ("source",)
+
+    def __init__(self, source: int = -1) -> None:
+        self.source = source
 
     def done(self) -> bool:
         """True."""
