@@ -9,6 +9,7 @@ parts are summed over the ranks: with gloo a product and an all_reduce, with uni
 
 import argparse
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -42,9 +43,9 @@ class Block:
         return x + self.sums(hidden, self.rows["down"]), keys, values
 
 
-def on_gloo(x, weight):
+def on_gloo(group, x, weight):
     y = x @ weight
-    dist.all_reduce(y, group=GLOO)
+    dist.all_reduce(y, group=group)
     return y
 
 
@@ -64,7 +65,6 @@ def generate(sums, options):
 
 
 def main():
-    global GLOO
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--width", type=int, default=1024)
@@ -73,9 +73,9 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("unisono")
-    GLOO = dist.new_group(backend="gloo")
+    gloo = dist.new_group(backend="gloo")  # kept here and not longer: its threads must end before Python does
     x, fast = generate(unisono.matmul_all_reduce, options)
-    y, slow = generate(on_gloo, options)
+    y, slow = generate(partial(on_gloo, gloo), options)
     if options.dtype == "float32":  # in 16 bits the two round differently
         assert torch.allclose(x, y, rtol=1e-3, atol=1e-3), "both must compute the same"
     if dist.get_rank() == 0:

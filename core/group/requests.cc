@@ -220,15 +220,19 @@ bool Requests::is_known_readable(const std::byte* at, size_t bytes) {
 }
 
 Requests::Extent Requests::extent(const Call& call) const {
-  const std::byte* in = call.in_parts ? call.in_parts[0].ptr : call.in;
-  const std::byte* out = call.out_parts ? call.out_parts[0].ptr : call.out;
   Extent found;
   found.longest = longest_of(call, input_bytes(call));
-  size_t most = call.out_parts ? sum_of_parts(call.out_parts) : out ? call.count : 0;
+  size_t most = call.out_parts ? sum_of_parts(call.out_parts) : call.out ? call.count : 0;
   if (call.verb == Verb::reduce_scatter)
     for (int r = 0; r < g_.size(); r++) most = std::max(most, call.in_parts[r].count);
+  // A root elsewhere gets as much as this rank gives, or as much from everybody, as far as this rank can know.
+  if (call.verb == Verb::reduce) most = call.count;
+  if (call.verb == Verb::gather && call.root != g_.rank()) most = call.count * g_.peers().size();
   found.output = most * dtype_bytes(call.dtype);
-  found.hidden = (in && !g_.heap().holds(in)) || (out && !g_.heap().holds(out));
+  auto hides = [&](const std::byte* at) { return at && !g_.heap().holds(at); };
+  found.hidden = hides(call.in) || hides(call.out);
+  for (const Part* parts : {call.in_parts, call.out_parts})
+    for (int r = 0; parts && r < g_.size(); r++) found.hidden |= parts[r].count && hides(parts[r].ptr);
   return found;
 }
 

@@ -486,8 +486,16 @@ nb::object Communicator::exchange_message(Verb verb, nb::handle tensor, int peer
   return verb == Verb::recv ? nb::cast(message->source) : nb::none();
 }
 
-// One that is over at once needs no ticket: nobody has to follow it.
+// One that is over at once needs no ticket: nobody has to follow it. For any other than a short send, which is copied,
+// all that may fail is done before it begins: from then on others may write to the tensor.
 nb::object Communicator::start_message(Call& call, std::shared_ptr<Message> message, nb::handle tensor) {
+  std::shared_ptr<Ticket> ticket;
+  nb::object kept;
+  auto prepare = [&] {
+    if (!ticket) ticket = std::make_shared<Ticket>();
+    if (!kept.is_valid()) kept = keep({tensor});
+  };
+  if (!message->sending || message->bytes > kShortMessage) prepare();
   bool over = false;
   if (Failure cause; group().usable(cause)) {
     InterpreterLease lease;
@@ -497,10 +505,10 @@ nb::object Communicator::start_message(Call& call, std::shared_ptr<Message> mess
     call.lease = nullptr;
   }
   if (over && message->failure.code == Code::ok) return finished_handle(call.verb, message->source, tensor);
-  auto ticket = std::make_shared<Ticket>();
+  prepare();
   ticket->call = std::move(call);
   ticket->message = std::move(message);
-  return start(std::move(ticket), keep({tensor}), tensor);
+  return start(std::move(ticket), nb::borrow<nb::list>(kept), tensor);
 }
 
 // A rank may write to itself, as long as it does not wait before it reads.

@@ -93,7 +93,7 @@ Code Collectives::run_recorded(Call& call) {
   // A rank that comes after others have given up must not be served by what they left behind.
   if (g_.given_up())
     if (Code code = waiter_.health(call, [](int) { return true; }); code != Code::ok) return code;
-  if (!g_.facts().crowded) waiter_.note_processor();
+  waiter_.note_processor();
   const uint64_t detachments = g_.heap().detachments();
   bool checked = false;
   Code code = meet_and_move(call, checked);
@@ -161,7 +161,7 @@ Ways Collectives::ways_of(const Call& call, const Requests::Extent& extent) cons
   const bool is_staged = extent.hidden && extent.longest >= (is_chosen ? kGaugedFrom : kStagedFrom) && !call.epilogue;
   // Shorter outputs had better be in the caches when their owner uses them. In place, lines that were loaded are there
   // already.
-  const bool in_place = call.in && call.in == call.out;
+  const bool in_place = call.verb != Verb::broadcast && call.in && call.in == call.out;
   const uint8_t outputs = !in_place && extent.output >= kPastCachesFrom ? kOutputsPastCaches : 0;
   const bool can_read = is_staged && requests_.can_read_all(), better_read = can_read && requests_.is_better_read(call);
   Ways ways;

@@ -57,6 +57,7 @@ void Messages::add(std::shared_ptr<Message> message, Call* call) {
     const bool waits = std::any_of(sends_.begin(), sends_.end(),
                                    [&](const auto& other) { return !other->started && other->peer == m.peer; });
     if (waits) {
+      if (call) call->end_lease();
       sends_.push_back(std::move(message));
       return step();  // entries may have become free
     }
@@ -214,6 +215,7 @@ bool Messages::comes_soon(const Message& m) {
 
 Code Messages::wait(const std::shared_ptr<Message>& message, Call& call) {
   Message& m = *message;
+  if (pending() > 1) call.end_lease();  // a step moves the others too, however long they are
   look_briefly(m);
   auto ready = [&] {
     if (m.done.load(std::memory_order_acquire)) return true;

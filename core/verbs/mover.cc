@@ -132,6 +132,7 @@ Code Mover::all_are_there() {
 
 Code Mover::run() {
   const bool buffered = requests_.all_buffered();
+  if (!buffered) c_.end_lease();  // a rank may have little itself and be dealt a share of the others' work
   const Staging::Slot& slot = staging_.slot;
   const bool slot_timed = buffered && slot.plan.is_timed;
   const int64_t began = slot_timed || c_.is_way_timed ? now_ns() : 0;

@@ -16,6 +16,9 @@
 namespace unisono {
 namespace {
 
+// Of a staged message: then others have a turn, and whoever waits for the lock.
+constexpr size_t kMostInAStep = 1 << 20;
+
 // No message is larger than the memory of the host that both ranks share. What is really read is checked when it is
 // read. Asked each time, which is rare: a value made at first use would have a child of fork wait for another thread.
 size_t most_unexpected_bytes() {
@@ -248,7 +251,8 @@ bool Messages::read_staged(Message& m) {
   auto filled = std::min<size_t>(flag.load(std::memory_order_acquire), m.bytes);
   if (m.moved == 0 && filled) plan_writing(m);
   const auto copy = copy_to_output(m.plan.way);
-  while (m.moved < filled) {
+  const size_t turn_end = m.moved + kMostInAStep;
+  while (m.moved < filled && m.moved < turn_end) {
     size_t at = m.moved % room, n = std::min({filled - m.moved, room - at, send_turn(m.bytes)});
     copy(m.data + m.moved, from + at, n);
     m.moved += n;

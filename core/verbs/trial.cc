@@ -104,6 +104,7 @@ class Exchange {
     alignas(kLineBytes) Flag met{0};      // how often this side has come to `meet`: released there, acquired there
     alignas(kLineBytes) Flag filled{0};   // pieces put into the ring in all rounds: released and acquired in `run`
     alignas(kLineBytes) Flag reduced{0};  // the same of results
+    alignas(kLineBytes) Flag copied{0};   // and of results taken from the other side
     size_t turn = 0;                      // where in the ring the next round begins
   };
 
@@ -176,11 +177,13 @@ class Exchange {
     const std::byte* theirs = other.in.get() + here;
     const uint64_t filled = mine.filled.load(std::memory_order_relaxed);
     const uint64_t reduced = mine.reduced.load(std::memory_order_relaxed);
-    const size_t first = mine.turn % ring / piece * piece, pieces = half / piece;
+    const uint64_t copied = mine.copied.load(std::memory_order_relaxed);
+    const size_t first = mine.turn % ring / piece * piece, pieces = half / piece, slots = ring / piece;
     bool could = true;
     for (size_t p = 0; p < pieces + 2; p++) {
       auto at = [&](size_t q) { return (first + q * piece) % ring; };
       if (p < pieces && !way_.single) {
+        if (p >= slots) await(other.reduced, reduced + p - slots + 1);
         copy_over(mine.ring.get() + at(p), others + p * piece, piece);
         mine.filled.store(filled + p + 1, std::memory_order_release);
       }
@@ -193,6 +196,7 @@ class Exchange {
         } else {
           await(other.filled, filled + q + 1);
         }
+        if (q >= slots) await(other.copied, copied + q - slots + 1);
         const void* src[] = {own + q * piece, block};
         void* dst[] = {own + q * piece, mine.ring.get() + ring + at(q)};
         reduce({DType::i32, RedOp::bxor, piece / 4, src, 2, dst, 2, nullptr, false});
@@ -201,6 +205,7 @@ class Exchange {
       if (p >= 2) {
         await(other.reduced, reduced + p - 1);
         copy_bytes(others + (p - 2) * piece, other.ring.get() + ring + at(p - 2), piece);
+        mine.copied.store(copied + p - 1, std::memory_order_release);
       }
     }
     mine.turn = (first + half) % ring;

@@ -10,6 +10,7 @@ import torch
 
 import unisono
 from tests.fused.cases import numbers
+from unisono import _core
 from unisono.fused import gemm as fused_gemm
 from unisono.testing import run_ranks
 
@@ -46,8 +47,6 @@ def test_no_larger_than_float32_rounded_once(pool, size, k, dtype, weights):
 
 def by_both_ways(group, dtype):
     """Both ways of computing a product, and both dimensions' orders."""
-    from unisono import _core
-
     x, w = numbers(37, 300, dtype=dtype, seed=(1, 0, 0, 1)), numbers(300, 513, dtype=dtype, seed=(1, 0, 0, 2))
     bias = numbers(513, dtype=torch.float32, seed=(1, 0, 0, 3))
     exact = x.double() @ w.double() + bias.double()
@@ -67,6 +66,15 @@ def by_both_ways(group, dtype):
 @pytest.mark.parametrize("size", [1])
 def test_both_ways_of_a_product(pool, size, dtype):
     pool.run(by_both_ways, dtype)
+
+
+def test_least_bfloat16_numbers():
+    """What docs/fused.md says of them: zero where the processor multiplies in pairs, but in the tree order."""
+    x, w = torch.full((8, 2), 2.0**-130, dtype=torch.bfloat16), torch.full((2, 5), 2.0**120, dtype=torch.bfloat16)
+    fused_gemm.multiply(out := torch.empty(40), [x], [w], [5], None)
+    assert out.unique().tolist() == [0.0 if _core.isa() == "avx512_bf16" else 2.0**-9]
+    fused_gemm.multiply(out, [x], [w], [5], None, parts=1)
+    assert out.unique().tolist() == [2.0**-9]
 
 
 def by_setting(group):
@@ -107,7 +115,7 @@ def bits(group, slow, threads, dtype):
         x, w = numbers(rows, 300, dtype=dtype, seed=(3, 0, 0, 1)), numbers(300, 513, dtype=dtype, seed=(3, 0, 0, 2))
         for weight in (w, unisono.PreparedWeight(w)):
             y = torch.empty(rows * 513)
-            used = weight if weight is w else weight.for_rows(rows)
+            used = weight if weight is w else weight.for_rows(rows, by_tree=False)
             fused_gemm.multiply(y, [x], [used], [513], None)
             results.append(y.numpy().tobytes())
     return results

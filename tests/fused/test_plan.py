@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unisono
+from unisono import _core
 from unisono.fused import gemm as fused_gemm
 from unisono.fused.plan import plan_groups, row_totals
 
@@ -273,7 +274,17 @@ def test_prepared_weight():
     assert (
         prepared.shape == (3, 4) and prepared.dtype is torch.float16 and repr(prepared).startswith("PreparedWeight([3")
     )
-    assert torch.equal(fused_gemm.plain_weight(prepared.ready, 4), w.float())
+    assert torch.equal(fused_gemm.plain_weight(prepared.for_rows(8, by_tree=False), 4), w.float())
+
+
+@pytest.mark.parametrize("k", [6, 7])
+def test_prepared_bfloat16_is_laid_out_where_it_is_used_so(k):
+    w = ones(k, 4, dtype=torch.bfloat16)
+    prepared = unisono.PreparedWeight(w)
+    assert torch.equal(fused_gemm.plain_weight(prepared.for_rows(8, by_tree=True), 4), w.float())
+    pairs = _core.isa() == "avx512_bf16" and k % 2 == 0
+    assert (prepared.for_rows(8, by_tree=False) is prepared.weight) == pairs
+    assert prepared.for_rows(1, by_tree=True) is prepared.weight
 
 
 @pytest.mark.parametrize("wrong", [ones(3), ones(2, 2).int(), torch.ones(2, 2, device="meta")])

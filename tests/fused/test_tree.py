@@ -83,7 +83,7 @@ def laid_out(w: torch.Tensor, how: str, rows: int) -> torch.Tensor:
         wide = torch.full((w.shape[0] * 2, w.shape[1] + 3), float("nan"), dtype=w.dtype)
         wide[::2, :-3] = w
         return wide[::2, :-3]
-    return gemm.PreparedWeight(w).for_rows(rows) if how == "prepared" else w
+    return gemm.PreparedWeight(w).for_rows(rows, by_tree=True) if how == "prepared" else w
 
 
 @given(products())
@@ -118,7 +118,7 @@ def test_any_batch(dtype, isa):
     for rows in (1, 2, 4, 5, 6, 7, 31, 64, 127, 128, 129, 511, 512):
         if rows > top:
             continue
-        for weight in (w, ready.for_rows(rows)):
+        for weight in (w, ready.for_rows(rows, by_tree=True)):
             out = torch.empty(rows * n)
             gemm.multiply(out, [x[3 : 3 + rows]], [weight], [n], None, 1)
             assert not difference(out, whole[3 : 3 + rows].reshape(-1)), (rows, weight.dim())

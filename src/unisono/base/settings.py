@@ -54,7 +54,8 @@ spin_us: int = int(_number("UNISONO_SPIN", -1))
 #: Bytes from which on ranks read each other's ordinary tensors where they are, in one copy by the kernel; 0: never; -1:
 #: as measured at first use.
 single_copy: int = int(_number("UNISONO_SINGLE_COPY", -1))
-#: Reduction kernels: "scalar", "avx2" or "avx512"; empty: the best this CPU has. Results do not depend on it.
+#: Kernels: "scalar", "avx2", "avx512" or "avx512_bf16"; empty: the best this CPU has. No reduction depends on it, nor a
+#: fused matmul in the tree order; others may in their last bits (docs/fused.md).
 isa: str = os.environ.get("UNISONO_ISA", "")
 #: A folder for the flight recorder: each rank writes what it last did there when a group fails; empty: nowhere.
 trace_dir: str = os.environ.get("UNISONO_TRACE_DIR", "")

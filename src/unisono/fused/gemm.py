@@ -25,7 +25,8 @@ FEW_ROWS = 4  # as in core/kernels/gemm_kernels.h: up to here the core reads a w
 _BLOCK = 1 << 18  # elements of a 16-bit weight that are turned into float32 at a time: half of a usual L2 cache
 _LONGEST_BLOCK = 255  # as in core/kernels/runs.h
 _MANY_ROWS = 128  # from here on torch's float32 matmul is about as fast as the core in one thread, and can use more
-# What says so on processors that are not Intel's: torch's BLAS there, MKL, uses no AVX-512 and takes twice as long.
+# Where the core is faster also then, in one thread: on processors that are not Intel's torch's BLAS, MKL, uses no
+# AVX-512 and takes twice as long.
 _BEATS_MKL = ("avx512", "avx512_bf16")
 _PAIRS = "avx512_bf16"  # the core multiplies bfloat16 as it is, for which there is nothing to prepare
 
@@ -62,28 +63,37 @@ class PreparedWeight:
         self.shape = weight.shape
         self.dtype = weight.dtype
         self.device = weight.device
-        k, n = weight.shape
-        self.ready = self.weight
-        if self.dtype is torch.float64:
-            return
-        if self.dtype is torch.bfloat16 and _core.isa() == _PAIRS:
-            return
-        if _is_for_core(self.dtype, FEW_ROWS + 1):
+        self._is_core = self.dtype is not torch.float64 and _is_for_core(self.dtype, FEW_ROWS + 1)
+        # The core multiplies it as it is, but in the tree order.
+        is_even = self.dtype is torch.bfloat16 and self.shape[0] % 2 == 0
+        self._in_pairs = self._is_core and is_even and _core.isa() == _PAIRS
+        self._made: torch.Tensor | None = None
+        if not self._in_pairs:
+            self._make()
+
+    def _make(self) -> torch.Tensor:
+        k, n = self.shape
+        if self._made is not None:
+            return self._made
+        if self._is_core:
             width = _core.panel_columns()
-            self.ready = torch.empty(-(-n // width), k, width)
-            _core.pack_panels(self.weight, self.ready)
-        elif self.dtype is not torch.float32:
-            self.ready = self.weight.float()
+            self._made = torch.empty(-(-n // width), k, width)
+            _core.pack_panels(self.weight, self._made)
+        else:
+            self._made = self.weight.to(wide(self.dtype))
+        return self._made
 
     def dim(self) -> int:
         return 2
 
-    def for_rows(self, rows: int) -> torch.Tensor:
+    def for_rows(self, rows: int, by_tree: bool) -> torch.Tensor:
         """The tensor to use for this many rows."""
-        if self.ready.dim() == 2:
-            return self.ready
+        if not self._is_core:
+            return self._make()
         few = rows <= FEW_ROWS and self.weight.stride(1) == 1
-        return self.weight if few or not _is_for_core(self.dtype, rows) else self.ready
+        if few or (self._in_pairs and not by_tree) or not (by_tree or _is_for_core(self.dtype, rows)):
+            return self.weight
+        return self._make()
 
     def __repr__(self) -> str:
         return f"PreparedWeight({list(self.shape)}, {self.dtype})"
@@ -196,13 +206,13 @@ def _by_torch(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torc
 def _is_for_core(dtype: torch.dtype, rows: int) -> bool:
     """Whether the core multiplies matrices of this dtype, the tallest with so many rows.
 
-    It asks only for what is the same on all ranks and in every run on a machine: not for the depth of the product,
-    which ranks may cut unequally, and not for the threads of a process. The instruction set is the common one of all
-    ranks. Without one the core's kernels are plain loops.
+    It asks only for what is the same in every run of a program on a machine, and not for the depth of the product,
+    which ranks may cut unequally. The instruction set is the common one of all ranks. Without one the core's kernels
+    are plain loops.
     """
     if settings.gemm:
         return settings.gemm == "core"
     isa = _core.isa()
     if dtype is torch.float32 and rows >= _MANY_ROWS:
-        return isa in _BEATS_MKL and not _core.is_intel()
+        return isa in _BEATS_MKL and not _core.is_intel() and torch.get_num_threads() == 1
     return isa != "scalar"

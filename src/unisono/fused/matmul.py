@@ -449,7 +449,10 @@ def _multiply(
     """The products, reduced over the ranks, one behind the other."""
     dtype = weights[0].dtype
     xs = [t if t.dim() == 2 else t.reshape(m, t.shape[-1]) for t, m in zip(xs, plan.rows, strict=False)]
-    ready = [w.for_rows(m) if isinstance(w, PreparedWeight) else w for w, m in zip(weights, plan.rows, strict=True)]
+    by_tree = bool(parts[0])
+    ready = [
+        w.for_rows(m, by_tree) if isinstance(w, PreparedWeight) else w for w, m in zip(weights, plan.rows, strict=True)
+    ]
     share = 1 / seat.size if options.reduce_op == "sum" and options.bias_mode == "mean" else 1.0
     how = options.reduce_op, float(options.scale), share, options.comm_turn
     if not seen:
