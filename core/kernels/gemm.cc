@@ -29,11 +29,12 @@ namespace {
 constexpr size_t kPanel = 5632;    // elements of a block's panel: half of the first-level cache, 16 columns of two runs
 constexpr size_t kRows = 256;      // rows of a block: the second-level cache
 constexpr size_t kTreeRows = 128;  // in the tree order, where several levels of sums wait
-constexpr size_t kStretch = 8;     // rows of b that are read side by side; more collide in the first-level cache
+constexpr size_t kStretch =
+    16;  // bytes of a column: so many rows of b are read side by side; more collide in the cache
 // Sums of many terms lose accuracy, so products are summed in runs, and these sums are summed. torch's sgemm has runs
 // of about 190 here.
 constexpr size_t kRun = 176;      // products of a tile
-constexpr size_t kFewRun = 1024;  // products of few rows, where c takes up kStretch at a time
+constexpr size_t kFewRun = 1024;  // products of few rows, where c takes up a stretch at a time
 constexpr size_t kPad = 16;       // so that rows a power of two apart do not share the same cache sets; a line
 constexpr size_t kAlign = 4096;
 constexpr size_t kWaiting = 1 << 17;      // sums of a chunk that wait: with fewer rows it has more columns
@@ -103,7 +104,11 @@ void each_sliver(size_t m, size_t most, F f) {
   }
 }
 
-// A tile of few rows, which asks for nothing ahead.
+size_t stretch_of(const Matrix& b) {
+  return kStretch / dtype_bytes(b.dtype);
+}
+
+// A tile of few rows, which asks for the rows of the next stretch only.
 Tile few_tile(const Product& p, const float* a, size_t k0, size_t k, size_t j, size_t n, size_t panel) {
   return {.rows = p.m,
           .k = k,
@@ -126,7 +131,7 @@ Tile few_tile(const Product& p, const float* a, size_t k0, size_t k, size_t j, s
           .before = nullptr,
           .bias = nullptr,
           .ahead = nullptr,
-          .ahead_row = kStretch * p.b.row * dtype_bytes(p.b.dtype),
+          .ahead_row = stretch_of(p.b) * p.b.row * dtype_bytes(p.b.dtype),
           .ahead_rows = 0,
           .ahead_bytes = 0};
 }
@@ -136,8 +141,9 @@ void multiply_few(const GemmTable& t, const Product& p) {
   float* const a = scratch(size + (p.k > kFewRun ? p.m * p.n : 0));
   float* const beside = a + size;  // the sums of a run but the first
   t.pack_columns(p.a, p.m, p.k, p.m, a, p.m);
-  for (size_t k0 = 0; k0 < p.k; k0 += kStretch) {
-    Tile tile = few_tile(p, a, k0, std::min(kStretch, p.k - k0), 0, p.n, t.columns);
+  const size_t stretch = stretch_of(p.b);
+  for (size_t k0 = 0; k0 < p.k; k0 += stretch) {
+    Tile tile = few_tile(p, a, k0, std::min(stretch, p.k - k0), 0, p.n, t.columns);
     tile.c = k0 < kFewRun ? p.c : beside;
     tile.c_row = tile.left_row = k0 < kFewRun ? p.c_row : p.n;
     const float* const so_far = tile.c;
@@ -145,7 +151,7 @@ void multiply_few(const GemmTable& t, const Product& p) {
     tile.nlefts = k0 % kFewRun > 0;
     tile.bias = k0 == 0 ? p.bias : nullptr;
     t.tile(tile);
-    if (tile.c == beside && ((k0 + kStretch) % kFewRun == 0 || k0 + kStretch >= p.k))
+    if (tile.c == beside && ((k0 + stretch) % kFewRun == 0 || k0 + stretch >= p.k))
       for (size_t i = 0; i < p.m; i++)
         for (size_t j = 0; j < p.n; j++) p.c[i * p.c_row + j] += beside[i * p.n + j];
   }
@@ -182,10 +188,11 @@ void multiply_few_by_tree(const GemmTable& t, const Product& p) {
   float* const chain = a + size;
   Waiting waiting{chain + p.m * chunk, chunk, p.m * chunk, 0, 0, {}};
   t.pack_columns(p.a, p.m, p.k, p.m, a, p.m);
+  const size_t stretch = stretch_of(p.b);
   for (size_t j = 0; j < p.n; j += chunk) {
     for (const Run& run : runs.list)
-      for (size_t k1 = 0; k1 < run.k; k1 += kStretch) {
-        const size_t k = std::min(kStretch, run.k - k1);
+      for (size_t k1 = 0; k1 < run.k; k1 += stretch) {
+        const size_t k = std::min(stretch, run.k - k1);
         Tile tile = few_tile(p, a, run.k0 + k1, k, j, std::min(chunk, p.n - j), t.columns);
         tile.start = k1 ? chain : nullptr;
         tile.start_row = tile.c_row = chunk;

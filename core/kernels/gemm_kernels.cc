@@ -144,7 +144,7 @@ UNISONO_INLINE void one_panel(const Tile& t, const char* b, size_t at) {
   char* kept = reinterpret_cast<char*>(t.kept);
   auto step = [&]() __attribute__((always_inline)) {
     if constexpr (simple) {
-      for (size_t by = 0; by < width * size; by += 64) __builtin_prefetch(b + t.ahead_row + by, 0, 2);
+      for (size_t by = 0; by < width * size; by += 64) __builtin_prefetch(b + t.ahead_row + by, 0, 3);
     }
     const Floats x = F::wide(b, odd), y = F::wide(b + lanes * size, odd);
     if constexpr (keeps) {
