@@ -33,9 +33,9 @@ constexpr size_t kStretch =
     16;  // bytes of a column: so many rows of b are read side by side; more collide in the cache
 // Sums of many terms lose accuracy, so products are summed in runs, and these sums are summed. torch's sgemm has runs
 // of about 190 here.
-constexpr size_t kRun = 176;      // products of a tile
-constexpr size_t kFewRun = 1024;  // products of few rows, where c takes up a stretch at a time
-constexpr size_t kPad = 16;       // so that rows a power of two apart do not share the same cache sets; a line
+constexpr size_t kRun = 176;     // products of a tile
+constexpr size_t kFewRun = 128;  // stretches of products of few rows, each of which c takes up at once
+constexpr size_t kPad = 16;      // so that rows a power of two apart do not share the same cache sets; a line
 constexpr size_t kAlign = 4096;
 constexpr size_t kWaiting = 1 << 17;      // sums of a chunk that wait: with fewer rows it has more columns
 constexpr size_t kTreeWaiting = 1 << 16;  // in the tree order, at each level
@@ -137,21 +137,20 @@ Tile few_tile(const Product& p, const float* a, size_t k0, size_t k, size_t j, s
 }
 
 void multiply_few(const GemmTable& t, const Product& p) {
-  const size_t size = padded(p.m * p.k);
-  float* const a = scratch(size + (p.k > kFewRun ? p.m * p.n : 0));
+  const size_t size = padded(p.m * p.k), stretch = stretch_of(p.b), run = kFewRun * stretch;
+  float* const a = scratch(size + (p.k > run ? p.m * p.n : 0));
   float* const beside = a + size;  // the sums of a run but the first
   t.pack_columns(p.a, p.m, p.k, p.m, a, p.m);
-  const size_t stretch = stretch_of(p.b);
   for (size_t k0 = 0; k0 < p.k; k0 += stretch) {
     Tile tile = few_tile(p, a, k0, std::min(stretch, p.k - k0), 0, p.n, t.columns);
-    tile.c = k0 < kFewRun ? p.c : beside;
-    tile.c_row = tile.left_row = k0 < kFewRun ? p.c_row : p.n;
+    tile.c = k0 < run ? p.c : beside;
+    tile.c_row = tile.left_row = k0 < run ? p.c_row : p.n;
     const float* const so_far = tile.c;
     tile.lefts = &so_far;
-    tile.nlefts = k0 % kFewRun > 0;
+    tile.nlefts = k0 % run > 0;
     tile.bias = k0 == 0 ? p.bias : nullptr;
     t.tile(tile);
-    if (tile.c == beside && ((k0 + stretch) % kFewRun == 0 || k0 + stretch >= p.k))
+    if (tile.c == beside && ((k0 + stretch) % run == 0 || k0 + stretch >= p.k))
       for (size_t i = 0; i < p.m; i++)
         for (size_t j = 0; j < p.n; j++) p.c[i * p.c_row + j] += beside[i * p.n + j];
   }
