@@ -1,5 +1,8 @@
 """Large calls: steps inside the hosts by the core, bytes between them in lanes, piece by piece so that both overlap.
 
+Receives are posted long before their turn: the other end sends no data before it hears of them, and that waits behind
+all data which this rank has sent on the connection.
+
 Words: a *round* is what all lanes handle at once, one piece each; ``mine`` is this lane's piece after the step inside.
 Pieces that are reduced go from and to scratch memory of the heap, which is used in turns; pieces that are only moved go
 from and to the caller's tensors. No rank ends a call before what it has sent has arrived.
@@ -28,8 +31,9 @@ if TYPE_CHECKING:
 _LEAST_PIECE, _LARGEST_PIECE = 1 << 20, 4 << 20  # bytes of one lane
 _PIECES = 4  # of a lane, unless they would be shorter or longer than that
 _END = 1 << 30  # the index of the last acknowledgement
-_TURNS = 5  # pieces of scratch memory
-_BEHIND = 3  # how many rounds later a piece is waited for
+_TURNS = 5  # pieces of scratch memory of an all_reduce
+_AHEAD = 2  # how many steps before its turn what will come for a step of an all_reduce is expected
+_BEHIND = 5  # how many pieces later one of this host's own is waited for in a reduce-scatter
 
 
 def piece_bytes(lane_bytes: int, hosts: int, turns: int) -> int:
@@ -104,18 +108,18 @@ class _Reducing:
     def __init__(self, t: HostsGroup, bulk: Bulk, source: Tensor, target: Tensor, reduction: Reduction) -> None:
         self.t, self.bulk, self.source, self.target, self.reduction = t, bulk, source, target, reduction
         self.layout = t.layout
-        self.turns = _TURNS * t.layout.turns
 
-    def _make_scratch(self, length: int, results: int) -> None:
-        turns, dtype = self.turns, self.reduction.partial_dtype
+    def _make_scratch(self, length: int, turns: int, inbox_turns: int, results: int) -> None:
+        dtype, others = self.reduction.partial_dtype, len(self.layout.others)
+        self.turns, self.inbox_turns = turns, inbox_turns
         self.partials = self.t.scratch("partials", turns, length, dtype)
-        self.inbox = self.t.scratch("inbox", turns * len(self.layout.others), length, dtype)
+        self.inbox = self.t.scratch("inbox", inbox_turns * others, length, dtype)
         self.results = self.t.scratch("results", results, length, self.reduction.dtype) if results else []
 
     def _inbox_of(self, k: int, length: int) -> list[Tensor]:
-        """By place in ``layout.others``: where a host's part of a step comes."""
+        """By place in ``layout.others``: where a host's part of this host's k-th piece comes."""
         others = len(self.layout.others)
-        return [x[:length] for x in self.inbox[k % self.turns * others :][:others]]
+        return [x[:length] for x in self.inbox[k % self.inbox_turns * others :][:others]]
 
 
 class _AllReduce(_Reducing):
@@ -125,13 +129,18 @@ class _AllReduce(_Reducing):
         super().__init__(t, bulk, source, target, reduction)
         self.rounds = Rounds(t, [(0, source.numel())], reduction.partial_dtype.itemsize)
         self.in_parts = t.layout.count > 2
-        self._make_scratch(_longest(self.rounds), 0 if t.layout.is_alone else self.turns)
+        turns = _TURNS * t.layout.turns
+        self._make_scratch(_longest(self.rounds), turns, turns, 0 if t.layout.is_alone else turns)
         self.partials_coming: dict[int, list[Word]] = {}
         self.sums_coming: dict[int, list[Word]] = {}
 
     def run(self) -> None:
         count = self.rounds.count
+        for k in range(min(_AHEAD, count)):
+            self._expect(k)
         for k in range(count + 2):
+            if k + _AHEAD < count:
+                self._expect(k + _AHEAD)
             if k < count:
                 self._begin(k)
             if 0 <= k - 1 < count:
@@ -152,6 +161,22 @@ class _AllReduce(_Reducing):
         edges = [n * h // hosts for h in range(hosts + 1)]
         return [(edges[h], edges[h + 1]) if self.in_parts else (0, n) for h in range(hosts)]
 
+    def _expect(self, k: int) -> None:
+        """Posts the receives of a step: of the others' partial sums, and of the sums if each reduces a part."""
+        rounds, layout = self.rounds, self.layout
+        start, end = rounds.mine(k)
+        of_host = self._parts(end - start)
+        a, b = of_host[layout.host]
+        result = self._result_of(k)
+        partials = self.partials_coming[k] = []
+        sums = self.sums_coming[k] = []
+        for into, host in zip(self._inbox_of(k, b - a), layout.others, strict=True):
+            if a < b:
+                partials.append(self.bulk.recv(into, rounds.peer(k, host), 2 * rounds.index(k)))
+            c, d = of_host[host]
+            if self.in_parts and c < d:
+                sums.append(self.bulk.recv(result[c:d], rounds.peer(k, host), 2 * rounds.index(k) + 1))
+
     def _begin(self, k: int) -> None:
         """Reduces a step inside, and sends every host its part of the partial sums."""
         rounds, layout, reduction = self.rounds, self.layout, self.reduction
@@ -160,12 +185,7 @@ class _AllReduce(_Reducing):
         inputs = [reduction.widened(part) for part in _views(self.source, rounds.spans(k))]
         self.t.inside("reduce_scatter", mine, inputs, None, reduction.inside, reduction.inside_factor)
         of_host = self._parts(end - start)
-        own = of_host[layout.host]
-        inbox = self._inbox_of(k, own[1] - own[0])
-        coming = self.partials_coming[k] = []
-        for into, host in zip(inbox, layout.others, strict=True):
-            if own[0] < own[1]:
-                coming.append(self.bulk.recv(into, rounds.peer(k, host), 2 * rounds.index(k)))
+        for host in layout.others:
             a, b = of_host[host]
             if a < b:
                 self.bulk.send(mine[a:b], rounds.peer(k, host), 2 * rounds.index(k))
@@ -175,21 +195,16 @@ class _AllReduce(_Reducing):
         rounds, layout = self.rounds, self.layout
         start, end = rounds.mine(k)
         result = self._result_of(k)
-        of_host = self._parts(end - start)
-        a, b = of_host[layout.host]
+        a, b = self._parts(end - start)[layout.host]
         self.t.await_words(self.partials_coming.pop(k), layout.others)
-        coming = self.sums_coming[k] = []
-        if a < b:
-            by_host = self._inbox_of(k, b - a)
-            by_host.insert(layout.host, self.partials[k % self.turns][a:b])
-            self.reduction.combine_hosts(result[a:b], by_host)
+        if a == b:
+            return
+        by_host = self._inbox_of(k, b - a)
+        by_host.insert(layout.host, self.partials[k % self.turns][a:b])
+        self.reduction.combine_hosts(result[a:b], by_host)
         if self.in_parts:
             for host in layout.others:
-                c, d = of_host[host]
-                if c < d:
-                    coming.append(self.bulk.recv(result[c:d], rounds.peer(k, host), 2 * rounds.index(k) + 1))
-                if a < b:
-                    self.bulk.send(result[a:b], rounds.peer(k, host), 2 * rounds.index(k) + 1)
+                self.bulk.send(result[a:b], rounds.peer(k, host), 2 * rounds.index(k) + 1)
 
     def _spread(self, k: int) -> None:
         self.t.await_words(self.sums_coming.pop(k), self.layout.others)
@@ -225,19 +240,24 @@ class _ReduceScatter(_Reducing):
             for step in range(first, first + layout.turns)
             if step < r.count
         ]
-        self._make_scratch(max(map(_longest, self.by_host)), 1)
+        self.own = [job for job, (host, _) in enumerate(self.jobs) if host == layout.host]
+        self.behind = _BEHIND * layout.turns
+        self.ahead = (_BEHIND // layout.count + 2) * layout.turns  # of this host's jobs whose parts are expected
+        self._make_scratch(max(map(_longest, self.by_host)), (_BEHIND + 2) * layout.turns, self.ahead, 1)
+        self.expected: deque[list[Word]] = deque()  # of this host's next jobs: what they wait for
+        self.finished = 0  # how many of this host's jobs
         self.read: dict[int, tuple[int, Word]] = {}  # by job: the receiver, and the word that it has read the piece
-        self.waiting: deque[tuple[int, list[Word]]] = deque()  # jobs of this host, with what they wait for
 
     def run(self) -> None:
-        behind = _BEHIND * self.layout.turns
+        for k in range(min(self.ahead, len(self.own))):
+            self._expect(k)
         for job in range(len(self.jobs)):
-            while self.waiting and self.waiting[0][0] <= job - behind:
+            while self.finished < len(self.own) and self.own[self.finished] <= job - self.behind:
                 self._finish()
             if job - self.turns in self.read:
                 self.t.await_words([self.read.pop(job - self.turns)[1]], [self.jobs[job - self.turns][0]])
             self._begin(job)
-        while self.waiting:
+        while self.finished < len(self.own):
             self._finish()
         self.t.await_reading(list(self.read.values()))
 
@@ -246,43 +266,52 @@ class _ReduceScatter(_Reducing):
         host, step = self.jobs[job]
         return self.by_host[host].index(step) * self.layout.count + host
 
+    def _expect(self, k: int) -> None:
+        """Posts the receives of this host's k-th job."""
+        job = self.own[k]
+        host, step = self.jobs[job]
+        rounds = self.by_host[host]
+        start, end = rounds.mine(step)
+        words = []
+        if start < end:
+            for into, h in zip(self._inbox_of(k, end - start), self.layout.others, strict=True):
+                words.append(self.bulk.recv(into, rounds.peer(step, h), self._index(job)))
+        self.expected.append(words)
+
     def _begin(self, job: int) -> None:
-        """Reduces a piece inside, and sends it, or expects it of the others if it is this host's."""
+        """Reduces a piece inside, and sends it unless it is this host's."""
         host, k = self.jobs[job]
-        layout, rounds, reduction = self.layout, self.by_host[host], self.reduction
+        rounds, reduction = self.by_host[host], self.reduction
         start, end = rounds.mine(k)
         mine = self.partials[job % self.turns][: end - start]
-        words = []
-        if host == layout.host and start < end:
-            for into, h in zip(self._inbox_of(job, end - start), layout.others, strict=True):
-                words.append(self.bulk.recv(into, rounds.peer(k, h), self._index(job)))
         inputs = [reduction.widened(part) for part in _views(self.source, rounds.spans(k))]
         self.t.inside("reduce_scatter", mine, inputs, None, reduction.inside, reduction.inside_factor)
-        if host == layout.host:
-            self.waiting.append((job, words))
-        elif start < end:
+        if host != self.layout.host and start < end:
             peer = rounds.peer(k, host)
             self.bulk.send(mine, peer, self._index(job))
             self.read[job] = (peer, self.bulk.acknowledgement(peer, self._index(job)))
 
     def _finish(self) -> None:
-        """Adds up what has come for the first job of this host that waits, and deals it out inside."""
-        job, words = self.waiting.popleft()
+        """Adds up what has come for the next job of this host, and deals it out inside."""
+        number, self.finished = self.finished, self.finished + 1
+        job = self.own[number]
         host, k = self.jobs[job]
         layout, rounds, chunks = self.layout, self.by_host[host], self.chunks
         start, end = rounds.mine(k)
         spans = rounds.spans(k)
-        self.t.await_words(words, layout.others)
+        self.t.await_words(self.expected.popleft(), layout.others)
         own = chunks[layout.rank]
         # Usually a lane's piece is all its own rank's.
         direct = all(overlap(s, chunks[r]) == s or s[0] == s[1] for s, r in zip(spans, layout.mine, strict=True))
         result = self.target[start - own[0] : end - own[0]] if direct else self.results[0][: end - start]
         if start < end:
-            parts = self._inbox_of(job, end - start)
+            parts = self._inbox_of(number, end - start)
             parts.insert(layout.host, self.partials[job % self.turns][: end - start])
             self.reduction.combine_hosts(result, parts)
             for h in layout.others:
                 self.bulk.acknowledge(rounds.peer(k, h), self._index(job))
+        if number + self.ahead < len(self.own):
+            self._expect(number + self.ahead)
         if not direct:
             self._deal_out(result, start, [overlap(chunks[r], (start, end)) for r in layout.mine], spans)
 
