@@ -16,7 +16,7 @@ from torch import Tensor
 from ...base import ops
 from ..agreement import factor_in, misfits, table_in
 from ..spans import Span, joined, spans_of
-from .agreement import DATA_AT, RESULT_AT, Message, Own, agree, record_room
+from .agreement import DATA_AT, RESULT_AT, SMALL_BYTES, Message, Own, agree, record_room
 from .links import Memory
 from .reduction import Reduction
 from .requests import HostsRequest
@@ -112,8 +112,8 @@ def exchange(
     """Exchanges what is small, and says between which hosts nothing has gone: the others' data must go by itself.
 
     Each rank puts what it sends into its slot, if that is little. A host's data for another goes with the requests if
-    all its ranks have done so and it is little. Inside a host nothing is exchanged here. Returns the hosts whose data
-    is not here, and as negative numbers minus one those that have not got this one's.
+    all its ranks have done so and it is little, as what comes from there is. Inside a host nothing is exchanged here.
+    Returns the hosts whose data is not here, and as negative numbers minus one those that have not got this one's.
     """
     small = _Exchange(t, item)
     data = inputs if sum(x.numel() for x in inputs) * item <= t.small_bytes else ()
@@ -139,14 +139,19 @@ class _Exchange:
         """Writes the message for a host; returns its bytes."""
         at = DATA_AT
         spans: list[list[Span]] = []
+        comes = 0
         for i in range(len(own.slots)):
             of = own.request(i)
             into.write(at, of)
             at += self._room
-            spans.append(spans_of([n * self._item for n in table_in(of, self._size)[0]]))
+            sends, gets = table_in(of, self._size)
+            spans.append(spans_of([n * self._item for n in sends]))
+            comes += sum(gets[r] for r in self._layout.hosts[host]) * self._item
         fits = all(own.data_bytes(i) == of_rank[-1][1] for i, of_rank in enumerate(spans))
         blocks = [(i, *of_rank[r]) for i, of_rank in enumerate(spans) for r in self._layout.hosts[host]]
-        self._went[host] = int(fits and sum(end - start for _, start, end in blocks) <= self._most)
+        goes = sum(end - start for _, start, end in blocks)
+        # A host whose own data is too much for this waits for the other's requests before any of it goes.
+        self._went[host] = int(fits and goes <= (self._most if comes <= self._most else SMALL_BYTES))
         if self._went[host]:
             for i, start, end in blocks:
                 into.move(at, own.slots[i], own.data_at(i) + start, end - start)
