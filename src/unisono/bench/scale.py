@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from ..transport.hosts.agreement import SMALL_BYTES, most_small
+from ..transport.hosts.agreement import SMALL_BYTES, most_small, most_whole
 from ..transport.hosts.bulk import piece_bytes
 from ..transport.hosts.engine import GLOO_EAGER_BYTES
 from .table import show_bytes, show_us
@@ -71,10 +71,13 @@ class Setting:
             "reduce_scatter": max(others * largest, size - largest),
         }[self.op]
         near = self._near(self.ranks * size + moved)
-        if size <= most_small(h, self.ranks, GLOO_EAGER_BYTES):  # one message to each other host, with all of it
-            moved = others * size if self.op == "all_reduce" else moved
+        small = most_small(h, self.ranks, GLOO_EAGER_BYTES)
+        if size <= small:  # one message to each other host, or of an all_reduce two, unless the first has all of it
+            whole, messages = size <= most_whole(h, small), others
+            if self.op == "all_reduce":
+                moved, messages = (others * size, others) if whole else (moved, 2 * others)
             # Of the smallest, what the CPUs do with their bytes is nothing beside the call.
-            return Work(others, moved, near if size > SMALL_BYTES else 0.0, self.crowd)
+            return Work(messages, moved, near if size > SMALL_BYTES else 0.0, self.crowd)
         of_lane = math.ceil((size if self.op == "all_reduce" else largest) / self.ranks)
         pieces = math.ceil(of_lane / piece_bytes(of_lane, h, 1))
         rounds = 2 if self.op == "all_reduce" and h > 2 else 1

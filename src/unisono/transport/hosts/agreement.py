@@ -30,8 +30,8 @@ from .links import HEADER, Memory, Word
 if TYPE_CHECKING:
     from .calling import HostsGroup
 
-SMALL_BYTES = 64 << 10  # up to here data travels with the requests, whatever the layout
-_LEADER_BYTES = 2 << 20  # of all its ranks: up to here a leader does as well as all lanes
+SMALL_BYTES = 64 << 10  # up to here data travels with the requests, whatever the layout and the verb
+_LEADER_BYTES = 2 << 20  # of all its ranks, or all other hosts: up to here a leader does as well as all lanes
 _ONE_BY_ONE_BYTES = 8 << 10
 _TURNS = 8  # receives that are posted, in as many buffers
 _POSTED_AT_ONCE = 4
@@ -55,11 +55,14 @@ def most_small(hosts: int, lanes: int, eager_bytes: int) -> int:
     """Up to how many bytes the data of a call travels with the requests.
 
     A large call waits for the requests of the other hosts before it sends anything, and for acknowledgements at its
-    end. Between two hosts the same bytes can go with the requests; between more, an all_reduce would send too many.
+    end. The same bytes can go with the requests. A leader keeps room for so much of each other host.
     """
-    if hosts > 2:
-        return SMALL_BYTES
-    return max(SMALL_BYTES, min(eager_bytes, _LEADER_BYTES // lanes))
+    return max(SMALL_BYTES, min(eager_bytes, _LEADER_BYTES // max(lanes, hosts - 1)))
+
+
+def most_whole(hosts: int, small_bytes: int) -> int:
+    """The same where all of a call's data goes to every other host: between more than two it would leave too often."""
+    return small_bytes if hosts == 2 else min(small_bytes, SMALL_BYTES)
 
 
 def _most_data(transport: HostsGroup) -> int:

@@ -26,7 +26,7 @@ from ..agreement import compare
 from ..pending import ProgressThread
 from ..protocol import Seconds
 from . import bulk
-from .agreement import Headers, Slots, most_small
+from .agreement import Headers, Slots, most_small, most_whole
 from .control import ABORTED, TIMEOUT, Cause
 from .engine import Engine
 from .layout import Layout
@@ -132,6 +132,11 @@ class HostsGroup(HostsLife):
                 what = "was interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error!r}"
                 self.fail(Cause(ABORTED, (self.rank,), f"{self.layout.words(self.rank)} {what}"))
                 raise
+
+    @property
+    def whole_bytes(self) -> int:
+        """Up to how many bytes a call is one message between two hosts if that has all of its data."""
+        return most_whole(self.layout.count, self.small_bytes)
 
     def next_step(self) -> int:
         """The number of a comparison of all ranks; a call has one, or several."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -100,6 +101,17 @@ def reduce(
 
     t.raise_mismatch(request, agree(t, request.bytes, () if as_it_is else (input,), outgoing, outcome))
     return slots.reply.view(RESULT_AT, counts[mine], input.dtype)
+
+
+def reduce_in_parts(t: HostsGroup, request: HostsRequest, input: Tensor, reduction: Reduction) -> Memory:
+    """All of what is reduced, from ``RESULT_AT`` on: each host reduces a part, then they exchange the parts."""
+    layout, n = t.layout, input.numel()
+    edges = [n * h // layout.count for h in range(layout.count + 1)]
+    part = reduce(t, request, input, reduction, [[span] for span in pairwise(edges)])
+    counts = [0] * t.size
+    for host, (start, end) in enumerate(pairwise(edges)):
+        counts[layout.leader(host)] = end - start
+    return gather(t, request, part if layout.is_leader else None, counts, input.element_size())
 
 
 def _cut(whole: Tensor, runs: Sequence[Span]) -> Tensor:

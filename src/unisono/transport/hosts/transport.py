@@ -51,9 +51,11 @@ class HostsTransport(HostsGroup):
         """Every rank gets all of the reduced whole."""
         reduction = self._reduction(op, factor, source.dtype)
         request = HostsRequest(self.size, seq, verb[0], source.dtype, [source.numel()], op, factor, facts=verb[1])
-        if source.nbytes <= self.small_bytes:
+        if source.nbytes <= self.whole_bytes:
             every = [[(0, source.numel())]] * self.layout.count
             into.copy_(small.reduce(self, request, source, reduction, every))
+        elif source.nbytes <= self.small_bytes:
+            small.reduce_in_parts(self, request, source, reduction).take(RESULT_AT, into)
         else:
             small.begin(self, request)
             with self._bulk() as large:
@@ -121,7 +123,7 @@ class HostsTransport(HostsGroup):
             request = HostsRequest(self.size, seq, "broadcast", source.dtype, [source.numel()], facts=f"root {root}")
             if self.rank == root and into.data_ptr() != source.data_ptr():
                 into.copy_(source)
-            if source.nbytes <= self.small_bytes:
+            if source.nbytes <= self.whole_bytes:
                 counts = [0] * self.size
                 counts[root] = source.numel()
                 got = small.gather(self, request, source if self.rank == root else None, counts, source.element_size())
