@@ -14,6 +14,7 @@ import unisono
 from tests.multihost.pretended import LAYOUTS, over_hosts
 from tests.transports.test_matrix import DISAGREE
 from unisono.testing import run_ranks
+from unisono.transport.hosts.links import Bulk
 
 BOUND_S = 5.0  # of 30, at which calls would end; the promise is 0.2, and the time is printed
 CLOSE_S = 5.0  # 2 are promised
@@ -100,6 +101,8 @@ KILLS = [
     *[("2+2", what, [2]) for what in CALLS if what != "receiving"],  # a leader
     ("interleaved", "streaming all_reduce", [0]),
     ("3 hosts", "waiting small", [2]),
+    ("3 hosts", "streaming all_reduce", [3]),
+    ("3 hosts", "streaming in one message", [0]),  # of more than two hosts: in two
     ("1+3", "streaming reduce_scatter", [3]),  # in no lane
     ("1+3", "waiting small", [0]),  # all of a host
     ("2+2", "waiting small", [2, 3]),
@@ -153,6 +156,33 @@ def test_a_late_rank(who):
             took, closing, peers, text = outcome
             assert 0.5 < took < 15 and closing < CLOSE_S, outcome  # of 30, the group's limit
             assert who in peers, text
+
+
+def stuck(group, hosts, who, verb):
+    """One rank gets stuck before it sends in a large call: the time-out names its host, no other."""
+    with over_hosts(group, hosts, 30.0, together=False) as over:
+        over.barrier()
+        group.barrier()
+        if over.rank == who:
+            Bulk.send = lambda *_: time.sleep(3.0)
+        counts = [150_000, 150_000, 150_000, 350_000]
+        calls = {
+            "all_reduce": lambda: over.all_reduce(torch.ones(800_000), timeout_s=1.5),
+            "reduce_scatter": lambda: over.reduce_scatter(
+                torch.ones(counts[over.rank]), torch.ones(800_000), counts, timeout_s=1.5
+            ),
+            "all_to_all": lambda: over.all_to_all(torch.ones(800_000), torch.ones(800_000), timeout_s=1.5),
+        }
+        with pytest.raises(unisono.CollectiveTimeoutError) as caught:
+            calls[verb]()
+        group.barrier()
+        return caught.value.peers
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter", "all_to_all"])
+def test_a_time_out_in_a_large_call_names_who_was_silent(verb):
+    said = run_ranks(4, stuck, LAYOUTS["3 hosts"], 3, verb, timeout_s=45)
+    assert set(said) == {(3,)}, said
 
 
 def abort(group, hosts, who):

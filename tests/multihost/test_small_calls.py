@@ -62,6 +62,19 @@ def test_one_message_for_two_hosts(pool, size, layout):
             assert by_call == dict.fromkeys(names, wanted), (rank, n)
 
 
+@pytest.mark.parametrize("layout", ["3 hosts", "4 hosts"])
+@pytest.mark.parametrize("size", [4])
+def test_between_more_than_two_hosts(pool, size, layout):
+    """What is not much is one message too, unless all of it would go to every host; an all_reduce is two."""
+    places = [int(h) for h in LAYOUTS[layout].split(",")]
+    leaders = {h: places.index(h) for h in set(places)}
+    names = ["all_reduce", "reduce", "reduce_scatter", "all_gather"]
+    for rank, by_call in enumerate(pool.run(sent, LAYOUTS[layout], 40_000, names)):
+        others = [leader for h, leader in leaders.items() if h != places[rank] and rank in leaders.values()]
+        wanted = {name: dict.fromkeys(others, 2 if name == "all_reduce" else 1) for name in names}
+        assert by_call == wanted, rank
+
+
 def coalesced(group, hosts):
     """Calls of a coalescing block, small and large ones, and the functions that take lists."""
     complaints = []

@@ -117,14 +117,14 @@ def test_reductions(pool, size, layout):
     assert pool.run(reductions, LAYOUTS[layout]) == [[]] * size
 
 
-def with_float32(group):
+def with_float32(group, hosts):
     """16-bit sums with float32 partials: the bits of one host."""
     from unisono.base import settings
 
     settings.hosts_fp32 = True
     complaints = []
     try:
-        with over_hosts(group, LAYOUTS["2+2"]) as over:
+        with over_hosts(group, LAYOUTS[hosts]) as over:
             for name in ("float16", "bfloat16"):
                 for op in ("sum", "avg", "premul_sum"):
                     for n, most in ((500, 1 << 20), (70_000, 1 << 20), (70_000, 0)):
@@ -140,9 +140,10 @@ def with_float32(group):
     return complaints
 
 
+@pytest.mark.parametrize("hosts", ["2+2", "4 hosts"])
 @pytest.mark.parametrize("size", [4])
-def test_float32_partials(pool, size):
-    assert pool.run(with_float32) == [[]] * size
+def test_float32_partials(pool, size, hosts):
+    assert pool.run(with_float32, hosts) == [[]] * size
 
 
 def messages(group, hosts):

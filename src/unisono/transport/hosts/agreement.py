@@ -65,6 +65,11 @@ def most_whole(hosts: int, small_bytes: int) -> int:
     return small_bytes if hosts == 2 else min(small_bytes, SMALL_BYTES)
 
 
+def most_between(small_bytes: int, hosts: int) -> int:
+    """The same of what one host sends another in an exchange, where every host may send so much."""
+    return max(SMALL_BYTES, small_bytes // (hosts - 1))
+
+
 def _most_data(transport: HostsGroup) -> int:
     """Bytes of data in a message: partial sums may be twice as wide as the data."""
     return 2 * transport.small_bytes if transport.wide_sums else transport.small_bytes
@@ -112,8 +117,12 @@ class Slots:
         self._await, self._hosts = transport.await_headers, layout.hosts
         room = record_room(layout.size)
         slot = empty(_SLOT.size + room + transport.small_bytes, dtype=torch.uint8)
-        # Data of all other hosts, or requests that differ.
-        most = max(transport.small_bytes * len(layout.others), layout.size * (_LENGTH.size + room))
+        # A call's data, what all other hosts send this one in an exchange, or requests that differ.
+        most = max(
+            transport.small_bytes,
+            len(layout.others) * most_between(transport.small_bytes, layout.count),
+            layout.size * (_LENGTH.size + room),
+        )
         reply_bytes = 64 + 16 * layout.size + most
         reply = empty(reply_bytes if layout.is_leader else 1, dtype=torch.uint8)
         mine = torch.tensor([local.offset_of(slot), local.offset_of(reply)])
@@ -280,9 +289,10 @@ class Headers:
         address = self._incoming[seq % _TURNS].address + _WORD_AT
         return address, self._links.word(HEADER, self.peer, self._links.rank, seq)
 
-    def last_word(self, first: Word) -> Word:
-        """Where it stands again is said before the first."""
-        address, word = first[0] - _WORD_AT, first[1]
+    def last_word(self, seq: int) -> Word:
+        """Of a message whose first word is here: where it stands again is said before that."""
+        first, word = self.first_word(seq)
+        address = first - _WORD_AT
         return address + c_uint64.from_address(address).value, word
 
     def read(self, seq: int) -> Message:

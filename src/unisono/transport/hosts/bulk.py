@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..spans import Span, overlap, spans_of
 from .layout import lane_pieces
-from .links import Bulk, ConnectionLost, Word
+from .links import Bulk, ConnectionLost, Expected, Word
 from .reduction import Reduction
 
 if TYPE_CHECKING:
@@ -131,8 +131,8 @@ class _AllReduce(_Reducing):
         self.in_parts = t.layout.count > 2
         turns = _TURNS * t.layout.turns
         self._make_scratch(_longest(self.rounds), turns, turns, 0 if t.layout.is_alone else turns)
-        self.partials_coming: dict[int, list[Word]] = {}
-        self.sums_coming: dict[int, list[Word]] = {}
+        self.partials_coming: dict[int, list[Expected]] = {}
+        self.sums_coming: dict[int, list[Expected]] = {}
 
     def run(self) -> None:
         count = self.rounds.count
@@ -172,10 +172,10 @@ class _AllReduce(_Reducing):
         sums = self.sums_coming[k] = []
         for into, host in zip(self._inbox_of(k, b - a), layout.others, strict=True):
             if a < b:
-                partials.append(self.bulk.recv(into, rounds.peer(k, host), 2 * rounds.index(k)))
+                partials.append((self.bulk.recv(into, rounds.peer(k, host), 2 * rounds.index(k)), host))
             c, d = of_host[host]
             if self.in_parts and c < d:
-                sums.append(self.bulk.recv(result[c:d], rounds.peer(k, host), 2 * rounds.index(k) + 1))
+                sums.append((self.bulk.recv(result[c:d], rounds.peer(k, host), 2 * rounds.index(k) + 1), host))
 
     def _begin(self, k: int) -> None:
         """Reduces a step inside, and sends every host its part of the partial sums."""
@@ -196,7 +196,7 @@ class _AllReduce(_Reducing):
         start, end = rounds.mine(k)
         result = self._result_of(k)
         a, b = self._parts(end - start)[layout.host]
-        self.t.await_words(self.partials_coming.pop(k), layout.others)
+        self.t.await_words(self.partials_coming.pop(k))
         if a == b:
             return
         by_host = self._inbox_of(k, b - a)
@@ -207,7 +207,7 @@ class _AllReduce(_Reducing):
                 self.bulk.send(result[a:b], rounds.peer(k, host), 2 * rounds.index(k) + 1)
 
     def _spread(self, k: int) -> None:
-        self.t.await_words(self.sums_coming.pop(k), self.layout.others)
+        self.t.await_words(self.sums_coming.pop(k))
         if not self.layout.is_alone:
             self.t.inside("all_gather", _views(self.target, self.rounds.spans(k)), self._result_of(k), None)
 
@@ -244,7 +244,7 @@ class _ReduceScatter(_Reducing):
         self.behind = _BEHIND * layout.turns
         self.ahead = (_BEHIND // layout.count + 2) * layout.turns  # of this host's jobs whose parts are expected
         self._make_scratch(max(map(_longest, self.by_host)), (_BEHIND + 2) * layout.turns, self.ahead, 1)
-        self.expected: deque[list[Word]] = deque()  # of this host's next jobs: what they wait for
+        self.expected: deque[list[Expected]] = deque()  # of this host's next jobs: what they wait for
         self.finished = 0  # how many of this host's jobs
         self.read: dict[int, tuple[int, Word]] = {}  # by job: the receiver, and the word that it has read the piece
 
@@ -255,7 +255,7 @@ class _ReduceScatter(_Reducing):
             while self.finished < len(self.own) and self.own[self.finished] <= job - self.behind:
                 self._finish()
             if job - self.turns in self.read:
-                self.t.await_words([self.read.pop(job - self.turns)[1]], [self.jobs[job - self.turns][0]])
+                self.t.await_words([(self.read.pop(job - self.turns)[1], self.jobs[job - self.turns][0])])
             self._begin(job)
         while self.finished < len(self.own):
             self._finish()
@@ -275,7 +275,7 @@ class _ReduceScatter(_Reducing):
         words = []
         if start < end:
             for into, h in zip(self._inbox_of(k, end - start), self.layout.others, strict=True):
-                words.append(self.bulk.recv(into, rounds.peer(step, h), self._index(job)))
+                words.append((self.bulk.recv(into, rounds.peer(step, h), self._index(job)), h))
         self.expected.append(words)
 
     def _begin(self, job: int) -> None:
@@ -299,7 +299,7 @@ class _ReduceScatter(_Reducing):
         layout, rounds, chunks = self.layout, self.by_host[host], self.chunks
         start, end = rounds.mine(k)
         spans = rounds.spans(k)
-        self.t.await_words(self.expected.popleft(), layout.others)
+        self.t.await_words(self.expected.popleft())
         own = chunks[layout.rank]
         # Usually a lane's piece is all its own rank's.
         direct = all(overlap(s, chunks[r]) == s or s[0] == s[1] for s, r in zip(spans, layout.mine, strict=True))
@@ -359,7 +359,7 @@ def all_gather(t: HostsGroup, bulk: Bulk, target: Tensor, input: Tensor, counts:
     for k in range(max((by_host[h].count for h in layout.others), default=0)):
         for host in layout.others:
             if k < by_host[host].count:
-                _spread(t, target, by_host[host], k, coming[host], [host])
+                _spread(t, target, by_host[host], k, coming[host], host)
     received = {by_host[h].peer(k, h) for h in layout.others for k in coming[h]}
     t.settle(bulk, sorted(received), here.peers(layout.others))
 
@@ -390,9 +390,9 @@ def broadcast(t: HostsGroup, bulk: Bulk, target: Tensor, root: int) -> None:
         }
         for k in range(rounds.count):
             if k in coming:
-                t.await_words([coming[k]], [before])
+                t.await_words([(coming[k], before)])
             pass_on(k)
-            _spread(t, target, rounds, k, {}, [])
+            _spread(t, target, rounds, k, {}, layout.host)
     received = [] if before is None else rounds.peers([before])
     t.settle(bulk, received, [] if after is None else rounds.peers([after]))
 
@@ -401,12 +401,10 @@ def _longest(rounds: Rounds) -> int:
     return max((rounds.mine(k)[1] - rounds.mine(k)[0] for k in rounds.steps()), default=0)
 
 
-def _spread(
-    t: HostsGroup, target: Tensor, rounds: Rounds, k: int, coming: Mapping[int, Word], hosts: Sequence[int]
-) -> None:
+def _spread(t: HostsGroup, target: Tensor, rounds: Rounds, k: int, coming: Mapping[int, Word], host: int) -> None:
     """Has all ranks of this host get the pieces of a step, when this rank's has come."""
     if k in coming:
-        t.await_words([coming[k]], hosts)
+        t.await_words([(coming[k], host)])
     if t.layout.is_alone:
         return
     spans = rounds.spans(k)
@@ -423,11 +421,11 @@ def exchange(t: HostsGroup, bulk: Bulk, outputs: Sequence[Tensor], inputs: Seque
     far = [r for r in range(t.size) if layout.host_of[r] != layout.host]
     sources = [r for r in far if layout.host_of[r] in apart and outputs[r].numel()]
     targets = [r for r in far if -1 - layout.host_of[r] in apart and inputs[r].numel()]
-    words = [bulk.recv(outputs[r], r, 0) for r in sources]
+    words = [(bulk.recv(outputs[r], r, 0), layout.host_of[r]) for r in sources]
     for r in targets:
         bulk.send(inputs[r], r, 0)
     t.inside("all_to_all", [outputs[r] for r in layout.mine], [inputs[r] for r in layout.mine], None, None)
-    t.await_words(words, sorted({layout.host_of[r] for r in sources}))
+    t.await_words(words)
     t.settle(bulk, sources, targets)
 
 

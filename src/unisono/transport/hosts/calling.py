@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from ctypes import addressof
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ from .control import ABORTED, TIMEOUT, Cause
 from .engine import Engine
 from .layout import Layout
 from .life import HostsLife
-from .links import Bulk, ConnectionLost, Word
+from .links import Bulk, ConnectionLost, Expected, Word
 from .messages import Mailbox
 from .presence import Listener
 from .requests import HostsRequest
@@ -188,8 +188,9 @@ class HostsGroup(HostsLife):
     def _left_s(self) -> float:
         return max(self._deadline - time.monotonic(), 1e-3)
 
-    def await_words(self, words: list[Word], hosts: Sequence[int], most_s: float = math.inf) -> bool:
-        """Waits for messages from hosts; False if they are not here after ``most_s``."""
+    def await_words(self, expected: Sequence[Expected], most_s: float = math.inf) -> bool:
+        """Waits for messages; False if they are not here after ``most_s``."""
+        words = [word for word, _ in expected]
         advance = self.links.engine.needs_advance
         began = time.monotonic()
         while words:
@@ -211,20 +212,17 @@ class HostsGroup(HostsLife):
             if outcome == 2:
                 self.look()
             elif time.monotonic() >= self._deadline:
-                self._time_out(hosts)
+                self._time_out({host for word, host in expected if not is_here(word)} or {h for _, h in expected})
             elif time.monotonic() > began + most_s:
                 return False
         return True
 
     def await_headers(self, headers: Sequence[Headers], seq: int) -> None:
         """Waits for the other leaders' headers of a call."""
-        for i, header in enumerate(headers):  # one by one, so that a time-out names who was silent
-            first = header.first_word(seq)
-            for word in (first, None):
-                at = word or header.last_word(first)
-                if not is_here(at):
-                    silent = [h.host for h in headers[i:] if not is_here(h.first_word(seq))]
-                    self.await_words([at], silent or [header.host])
+        for word_of in (Headers.first_word, Headers.last_word):  # where the last stands is said before the first
+            expected = [(word_of(header, seq), header.host) for header in headers]
+            if not all(is_here(word) for word, _ in expected):
+                self.await_words(expected)
 
     def await_reading(self, words: Sequence[tuple[int, Word]]) -> None:
         """Waits for acknowledgements, each of a rank. One whose connection closes meanwhile has none to give.
@@ -234,15 +232,14 @@ class HostsGroup(HostsLife):
         waiting = [(rank, word) for rank, word in words if not is_here(word)]
         every_s = _TRY_EVERY_S
         while waiting:
-            hosts = sorted({self.layout.host_of[rank] for rank, _ in waiting})
-            if self.await_words([word for _, word in waiting], hosts, every_s):
+            if self.await_words([(word, self.layout.host_of[rank]) for rank, word in waiting], every_s):
                 return
             every_s = min(2 * every_s, _LONGEST_TRY_S)
             waiting = [(rank, word) for rank, word in waiting if not is_here(word) and self.links.is_connected(rank)]
 
-    def _time_out(self, hosts: Sequence[int]) -> None:
-        peers = tuple(r for h in hosts for r in self.layout.hosts[h])
-        silent = ", ".join(self.layout.host_words(h) for h in hosts)
+    def _time_out(self, hosts: Collection[int]) -> None:
+        peers = tuple(r for h in sorted(hosts) for r in self.layout.hosts[h])
+        silent = ", ".join(map(self.layout.host_words, sorted(hosts)))
         text = f"Timed out waiting {self._limit_s:.3g} s: nothing came from {silent}"
         self.fail(Cause(TIMEOUT, peers, text))
         self.check_alive(self._verb, self._seq)

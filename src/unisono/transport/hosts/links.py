@@ -23,6 +23,7 @@ from torch import Tensor
 from .engine import Engine
 
 Word = tuple[int, int]  # address, and the value that it will have
+Expected = tuple[Word, int]  # and the host that it comes from
 
 _MASK = (1 << 64) - 1
 MOST_CONTEXTS = 1 << 12  # groups on one engine

@@ -1,4 +1,4 @@
-"""Small calls: the data goes with the requests, one message per pair of hosts (see agreement.py).
+"""Small calls: the data goes with the requests, one message per pair of hosts, or two (see agreement.py).
 
 Every verb is one of three kinds: all get what some bring (all_gather, broadcast, barrier), some get what is reduced
 over all (all_reduce, reduce, reduce_scatter), each gets something else of each (all_to_all, gather, scatter).
@@ -17,7 +17,7 @@ from torch import Tensor
 from ...base import ops
 from ..agreement import factor_in, misfits, table_in
 from ..spans import Span, joined, spans_of
-from .agreement import DATA_AT, RESULT_AT, SMALL_BYTES, Message, Own, agree, record_room
+from .agreement import DATA_AT, RESULT_AT, SMALL_BYTES, Message, Own, agree, most_between, record_room
 from .links import Memory
 from .reduction import Reduction
 from .requests import HostsRequest
@@ -141,7 +141,8 @@ class _Exchange:
     """
 
     def __init__(self, t: HostsGroup, item: int) -> None:
-        self._layout, self._size, self._item, self._most = t.layout, t.size, item, t.small_bytes
+        self._layout, self._size, self._item = t.layout, t.size, item
+        self._most = most_between(t.small_bytes, t.layout.count)
         self._slots = t.slots
         self._went = [0] * t.layout.count  # by host: whether this one's data has gone to it
         self._room = record_room(t.size)
