@@ -43,6 +43,8 @@ std::atomic<int64_t> remember_for{kRememberFirst};
 thread_local bool has_short_turns = false;
 
 // For good: a thread that calls again soon is woken sooner then, and waits less for its next turn when it has lost one.
+// All that give way to each other on one processor need turns of the same length: the scheduler puts one with longer
+// turns, when it gives way, behind many turns of the others.
 void keep_short_turns() {
   if (has_short_turns) return;
   has_short_turns = true;
@@ -52,6 +54,7 @@ void keep_short_turns() {
 }  // namespace
 
 void give_way() {
+  keep_short_turns();
   const int64_t before = now_ns();
   sched_yield();
   const int64_t after = now_ns();
