@@ -278,13 +278,15 @@ def test_prepared_weight():
 
 
 @pytest.mark.parametrize("k", [6, 7])
-def test_prepared_bfloat16_is_laid_out_where_it_is_used_so(k):
+def test_prepared_bfloat16_is_laid_out_where_it_is_used_so(k, monkeypatch):
+    monkeypatch.setattr(fused_gemm.settings, "gemm", "")
     w = ones(k, 4, dtype=torch.bfloat16)
     prepared = unisono.PreparedWeight(w)
     assert torch.equal(fused_gemm.plain_weight(prepared.for_rows(8, by_tree=True), 4), w.float())
     pairs = _core.isa() == "avx512_bf16" and k % 2 == 0
     assert (prepared.for_rows(8, by_tree=False) is prepared.weight) == pairs
-    assert prepared.for_rows(1, by_tree=True) is prepared.weight
+    # Few rows are read where they are, but by torch, whose product it is where only scalar kernels are in use.
+    assert (prepared.for_rows(1, by_tree=True) is prepared.weight) == (_core.isa() != "scalar")
 
 
 @pytest.mark.parametrize("wrong", [ones(3), ones(2, 2).int(), torch.ones(2, 2, device="meta")])
